@@ -1,0 +1,350 @@
+"""When the fused path steps aside: small named functions, asked in order at every call and by the report.
+
+Each guard gets a `Call` and returns None or a clause that completes "the fused path was not used because ...". Its name is
+its identifier in tests, its docstring its line in `docs/reasons.md`. Guards read attributes; they touch no data on the
+device and catch nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.nn.modules import module as module_globals
+from torch.nn.utils import parametrize
+
+from . import quant
+from .config import FastLoraOptions
+from .projection import is_4bit, product_dtype
+
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of an adapted layer, or (x is None) the question what the next call would do."""
+
+    layer: Any  # a PEFT LoRA layer
+    names: Sequence[str]  # its active adapters that have weights here
+    x: Tensor | None = None
+    args: tuple[Any, ...] = ()
+    kwargs: Mapping[str, Any] | None = None
+
+    @property
+    def options(self) -> FastLoraOptions:
+        return self.layer.fast_lora_options  # type: ignore[no-any-return]
+
+
+def read_call(layer: Any, x: Tensor | None = None, args: tuple[Any, ...] = (), kwargs: Any = None) -> Call:
+    """The call with the adapters that are active now and exist in this layer, in PEFT's order."""
+    lora_A = layer.lora_A
+    return Call(layer, [name for name in layer.active_adapters if name in lora_A], x, args, kwargs)
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Why a call runs stock."""
+
+    guard: str
+    reason: str
+    intended: bool  # the user asked for a state that is meant to run stock: `strict` does not complain
+
+    def __str__(self) -> str:
+        return f"the fused path was not used because {self.reason}"
+
+
+# -- states that are meant to run stock ------------------------------------------------------------------------------
+
+
+def adapters_disabled(call: Call) -> str | None:
+    """The adapters are disabled (`disable_adapter()`), so there is nothing to fuse."""
+    return "the adapters are disabled" if call.layer.disable_adapters else None
+
+
+def adapter_merged(call: Call) -> str | None:
+    """An adapter is merged into the base weight; the base layer alone computes the result."""
+    return "an adapter is merged into the base weight" if call.layer.merged else None
+
+
+def mixed_adapters(call: Call) -> str | None:
+    """The call names an adapter for each sample (`adapter_names`)."""
+    given = call.kwargs is not None and call.kwargs.get("adapter_names") is not None
+    return "the call names an adapter for each sample (adapter_names)" if given else None
+
+
+def no_active_adapter(call: Call) -> str | None:
+    """None of the active adapters has weights in this layer."""
+    return None if call.names else "none of the active adapters has weights in this layer"
+
+
+def switched_off(call: Call) -> str | None:
+    """`fuse_linear=False` was chosen."""
+    return None if call.options.fuse_linear else "fuse_linear is False"
+
+
+# -- what the fused arithmetic cannot represent ------------------------------------------------------------------------
+
+
+def extra_arguments(call: Call) -> str | None:
+    """The layer was called with more than one tensor."""
+    unknown = [name for name, value in (call.kwargs or {}).items() if value is not None]
+    if call.args or unknown:
+        return f"the call has further arguments ({len(call.args)} positional, {', '.join(unknown) or 'none'} by name)"
+    return None
+
+
+def lora_variant(call: Call) -> str | None:
+    """The adapter is a LoRA variant (DoRA, aLoRA, ...) whose arithmetic is not plain LoRA."""
+    variants = getattr(call.layer, "lora_variant", {})
+    for name in call.names:
+        if name in variants:
+            return f"adapter {name!r} uses {type(variants[name]).__name__}"
+        if call.layer.use_dora.get(name, False):
+            return f"adapter {name!r} uses DoRA"
+    return None
+
+
+def dropout_active(call: Call) -> str | None:
+    """LoRA dropout is active: training mode and a probability above zero."""
+    for name in call.names:
+        dropout = call.layer.lora_dropout[name]
+        if type(dropout) is nn.Identity:
+            continue
+        if type(dropout) is not nn.Dropout:
+            return f"lora_dropout of adapter {name!r} is a {type(dropout).__name__}"
+        if dropout.training and dropout.p > 0:
+            return f"lora_dropout of adapter {name!r} is active (p = {dropout.p})"
+    return None
+
+
+def input_casting_off(call: Call) -> str | None:
+    """PEFT was told not to cast the input (`disable_input_dtype_casting`)."""
+    enabled = getattr(call.layer, "cast_input_dtype_enabled", True)
+    return None if enabled else "the casting of inputs is switched off (cast_input_dtype_enabled)"
+
+
+def transposed_base(call: Call) -> str | None:
+    """The base weight is stored [in, out] (`fan_in_fan_out`, transformers' Conv1D)."""
+    return "the base weight is stored transposed (fan_in_fan_out)" if call.layer.fan_in_fan_out else None
+
+
+def unknown_base(call: Call) -> str | None:
+    """The base layer is not an `nn.Linear` or `Linear4bit`, or a subclass with a forward of its own."""
+    base = call.layer.base_layer
+    known = is_4bit(base) if _expects_4bit(call.layer) else _is_plain_linear(base)
+    return None if known else f"the base layer is a {type(base).__module__}.{type(base).__qualname__}"
+
+
+def unknown_lora_module(call: Call) -> str | None:
+    """`lora_A` or `lora_B` was replaced by something else than a plain `nn.Linear`."""
+    for name in call.names:
+        for part in ("lora_A", "lora_B"):
+            module = getattr(call.layer, part)[name]
+            if not _is_plain_linear(module):
+                return f"{part} of adapter {name!r} is a {type(module).__module__}.{type(module).__qualname__}"
+        if call.layer.lora_A[name].bias is not None:
+            return f"lora_A of adapter {name!r} has a bias"
+    return None
+
+
+def hooked(call: Call) -> str | None:
+    """A hook, or a replaced forward, on `base_layer`, `lora_A`, `lora_B` or `lora_dropout` would not be seen."""
+    for name, module in _parts(call):
+        if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
+            return f"{name} has hooks"
+        if "forward" in module.__dict__:
+            return f"the forward of {name} was replaced on the instance"
+    return None
+
+
+def globally_hooked(call: Call) -> str | None:
+    """Hooks for all modules are registered; they would miss the modules that the fused node does not call."""
+    hooks = (
+        module_globals._global_forward_hooks,
+        module_globals._global_forward_pre_hooks,
+        module_globals._global_backward_hooks,
+        module_globals._global_backward_pre_hooks,
+    )
+    return "hooks for all modules are registered" if any(hooks) else None
+
+
+def parametrized(call: Call) -> str | None:
+    """A weight is parametrized (`torch.nn.utils.parametrize`), so reading it computes it."""
+    for name, module in _parts(call):
+        if parametrize.is_parametrized(module):
+            return f"{name} is parametrized"
+    return None
+
+
+def trainable_base(call: Call) -> str | None:
+    """The base weight itself is trained, and the fused node computes no gradient for it."""
+    return "the base weight is trainable" if call.layer.base_layer.weight.requires_grad else None
+
+
+def trainable_scaling(call: Call) -> str | None:
+    """The scaling is a tensor that wants a gradient."""
+    for name in call.names:
+        if getattr(call.layer.scaling[name], "requires_grad", False):
+            return f"the scaling of adapter {name!r} wants a gradient"
+    return None
+
+
+def tensor_subclass(call: Call) -> str | None:
+    """A parameter or the input is a tensor subclass (DTensor and the like) with arithmetic of its own."""
+    for name, tensor in _tensors(call):
+        if type(tensor) is Tensor or type(tensor) is nn.Parameter:
+            continue
+        if name == "the base weight" and _expects_4bit(call.layer) and type(tensor).__name__ == "Params4bit":
+            continue
+        return f"{name} is a {type(tensor).__module__}.{type(tensor).__qualname__}"
+    return None
+
+
+def unknown_weight_dtype(call: Call) -> str | None:
+    """A weight is stored in a dtype that is not a plain floating-point one and is no known 4-bit format."""
+    for name, tensor in _tensors(call):
+        if name == "the base weight" and is_4bit(call.layer.base_layer):
+            continue
+        if tensor.dtype not in FLOATS:
+            return f"{name} has dtype {_short(tensor.dtype)}"
+    return None
+
+
+def unreadable_4bit(call: Call) -> str | None:
+    """The 4-bit weight has no quantisation state, or one that cannot be dequantised exactly."""
+    return quant.why_unreadable(call.layer.base_layer) if is_4bit(call.layer.base_layer) else None
+
+
+def wrong_shape(call: Call) -> str | None:
+    """A weight is not there in full (sharded or offloaded parameters are empty outside their own forward)."""
+    base = call.layer.base_layer
+    shape = tuple(quant.quant_state(base).shape if is_4bit(base) else base.weight.shape)
+    if base.weight.numel() == 0:
+        return f"the base weight is empty (shape {list(base.weight.shape)})"
+    for name in call.names:
+        lora_A, lora_B = call.layer.lora_A[name].weight, call.layer.lora_B[name].weight
+        expected = (lora_B.shape[0], lora_A.shape[1]) if lora_A.dim() == lora_B.dim() == 2 else None
+        if shape != expected or lora_A.shape[0] != lora_B.shape[1]:
+            return (
+                f"the shapes of base weight {list(shape)}, lora_A {list(lora_A.shape)} and lora_B "
+                f"{list(lora_B.shape)} of adapter {name!r} do not fit"
+            )
+    return None
+
+
+def mixed_devices(call: Call) -> str | None:
+    """Weights, adapters and input are not all on one device (offloading, meta tensors)."""
+    devices = {name: tensor.device for name, tensor in _tensors(call)}
+    if len(set(devices.values())) > 1:
+        return "not all tensors are on one device: " + ", ".join(f"{name} on {d}" for name, d in devices.items())
+    return None
+
+
+def mixed_dtypes(call: Call) -> str | None:
+    """The dtypes of input, base weight and bias, or of lora_A and lora_B, differ where stock would refuse them."""
+    base = call.layer.base_layer
+    device_type = base.weight.device.type
+    for name in call.names:
+        lora_A, lora_B = call.layer.lora_A[name].weight, call.layer.lora_B[name].weight
+        if product_dtype(lora_A.dtype, device_type) != product_dtype(lora_B.dtype, device_type):
+            return f"lora_A is {_short(lora_A.dtype)} and lora_B {_short(lora_B.dtype)} in adapter {name!r}"
+    if is_4bit(base):
+        return None
+    weight_dtype = product_dtype(base.weight.dtype, device_type)
+    for name, tensor in (("the input", call.x), ("the base bias", base.bias)):
+        if tensor is not None and product_dtype(tensor.dtype, device_type) != weight_dtype:
+            return f"{name} is {_short(tensor.dtype)} and the base weight {_short(base.weight.dtype)}"
+    return None
+
+
+def unfit_input(call: Call) -> str | None:
+    """The input is no floating-point tensor with the right number of features."""
+    x = call.x
+    if x is None or (x.dtype in FLOATS and x.dim() > 0 and x.shape[-1] == call.layer.in_features):
+        return None
+    return f"the input has shape {list(x.shape)} and dtype {_short(x.dtype)}"
+
+
+def traced(call: Call) -> str | None:
+    """A tracer or transform runs (torch.jit.trace, torch.func, forward-mode AD) that a hand-written node cannot join."""
+    if torch.jit.is_tracing():
+        return "torch.jit.trace is running"
+    if torch._C._are_functorch_transforms_active():
+        return "a torch.func transform is running"
+    return "forward-mode differentiation is running" if forward_ad._current_level >= 0 else None
+
+
+Guard = Callable[[Call], str | None]
+
+INTENDED: tuple[Guard, ...] = (adapters_disabled, adapter_merged, mixed_adapters, no_active_adapter, switched_off)
+
+GUARDS: tuple[Guard, ...] = (
+    *INTENDED,
+    extra_arguments,
+    lora_variant,
+    dropout_active,
+    input_casting_off,
+    transposed_base,
+    unknown_base,
+    unknown_lora_module,
+    hooked,
+    globally_hooked,
+    parametrized,
+    trainable_base,
+    trainable_scaling,
+    tensor_subclass,
+    unknown_weight_dtype,
+    unreadable_4bit,
+    wrong_shape,
+    mixed_devices,
+    mixed_dtypes,
+    unfit_input,
+    traced,
+)
+
+
+def why_not(call: Call) -> Refusal | None:
+    """The first reason why this call must run stock, or None where it can be fused."""
+    for guard in GUARDS:
+        reason = guard(call)
+        if reason is not None:
+            return Refusal(guard.__name__, reason, guard in INTENDED)
+    return None
+
+
+# -- what guards look at -----------------------------------------------------------------------------------------------
+
+
+def _is_plain_linear(module: nn.Module) -> bool:
+    """`nn.Linear`, or a subclass that computes the same (as FSDP2's)."""
+    return isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
+
+
+def _expects_4bit(layer: Any) -> bool:
+    return bool(layer.fast_lora_4bit)
+
+
+def _parts(call: Call) -> list[tuple[str, nn.Module]]:
+    """The submodules that stock would call and the fused node does not."""
+    parts = [("base_layer", call.layer.base_layer)]
+    for name in call.names:
+        parts += [(part, getattr(call.layer, part)[name]) for part in ("lora_A", "lora_B", "lora_dropout")]
+    return parts
+
+
+def _tensors(call: Call) -> list[tuple[str, Tensor]]:
+    """The tensors that the fused node reads."""
+    base = call.layer.base_layer
+    found = [("the base weight", base.weight), ("the base bias", base.bias), ("the input", call.x)]
+    for name in call.names:
+        lora_B = call.layer.lora_B[name]
+        found += [("lora_A", call.layer.lora_A[name].weight), ("lora_B", lora_B.weight), ("lora_bias", lora_B.bias)]
+    return [(name, tensor) for name, tensor in found if tensor is not None]
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

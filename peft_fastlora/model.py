@@ -1,0 +1,132 @@
+"""`FastLoraModel`, PEFT's tuner for LoRA with fast layers, and the ways to make an existing model fast or stock again."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from peft import LoraConfig, LoraModel, PeftConfig, PeftType
+from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING, PEFT_TYPE_TO_TUNER_MAPPING
+from torch import nn
+
+from .config import OPTION_NAMES, FastLoraConfig, FastLoraOptions
+from .install import install, lora_layers, remove, why_not_installed
+from .report import NOT_WRAPPED, FusionReport, fusion_report
+
+
+class FastLoraModel(LoraModel):  # type: ignore[misc]
+    """PEFT's `LoraModel`; its layers are made fast as soon as one adapter has a `FastLoraConfig`.
+
+    With plain `LoraConfig` adapters only, it builds exactly the stock layers.
+    """
+
+    def inject_adapter(self, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any) -> None:
+        """As PEFT's, then make the layers fast. All ways of adding an adapter pass here."""
+        super().inject_adapter(model, adapter_name, *args, **kwargs)
+        options = _fast_options(self.peft_config)
+        if options is not None:
+            install(model, options)
+
+    def _unload_and_optionally_merge(self, *args: Any, **kwargs: Any) -> nn.Module:
+        """As PEFT's (`unload`, `merge_and_unload`); no fast class stays behind."""
+        model = super()._unload_and_optionally_merge(*args, **kwargs)
+        remove(model)
+        return model
+
+
+def register(default: bool = False) -> None:
+    """Make PEFT build LoRA models with `FastLoraModel`. Importing the package does this; idempotent.
+
+    Args:
+        default: also read LoRA configurations from disk as `FastLoraConfig`, so that `PeftModel.from_pretrained(base, path)`,
+            `load_adapter` and the `AutoPeftModel` classes give fast models. False: as `LoraConfig`, as stock PEFT.
+    """
+    PEFT_TYPE_TO_TUNER_MAPPING[PeftType.LORA] = FastLoraModel
+    PEFT_TYPE_TO_CONFIG_MAPPING[PeftType.LORA] = FastLoraConfig if default else LoraConfig
+
+
+def unregister() -> None:
+    """Give PEFT its own LoRA classes back; idempotent. Models that are fast stay fast."""
+    PEFT_TYPE_TO_TUNER_MAPPING[PeftType.LORA] = LoraModel
+    PEFT_TYPE_TO_CONFIG_MAPPING[PeftType.LORA] = LoraConfig
+
+
+def fuse(model: nn.Module, **options: Any) -> FusionReport:
+    """Make an existing PEFT model with stock LoRA layers fast, in place.
+
+    Args:
+        model: what `get_peft_model` or `PeftModel.from_pretrained` returned, or any model with LoRA layers inside.
+        options: the options of `FastLoraOptions`, by keyword.
+
+    Returns:
+        The report on every adapted layer.
+
+    Raises:
+        ValueError: the model has no LoRA layer, or an option is not valid. The model is then unchanged.
+    """
+    unknown = sorted(options.keys() - set(OPTION_NAMES))
+    if unknown:
+        raise ValueError(f"fuse() has no option {', '.join(map(repr, unknown))}; known: {', '.join(OPTION_NAMES)}")
+    chosen = FastLoraOptions(**options)
+    chosen.check_options()
+    _require_lora(model)
+    for tuner in _tuners(model, LoraModel):
+        tuner.__class__ = FastLoraModel
+    for config in _configs(model, LoraConfig):
+        config.__class__ = FastLoraConfig
+        for name, value in chosen.options_dict().items():
+            setattr(config, name, value)
+    install(model, chosen)
+    return fusion_report(model)
+
+
+def unfuse(model: nn.Module) -> None:
+    """Undo `fuse`, or a `FastLoraConfig`: every module, tuner and configuration gets exactly its stock class back.
+
+    Raises:
+        ValueError: the model has no LoRA layer.
+    """
+    _require_lora(model)
+    remove(model)
+    for tuner in _tuners(model, FastLoraModel):
+        tuner.__class__ = LoraModel
+    for config in _configs(model, FastLoraConfig):
+        for name in OPTION_NAMES:
+            config.__dict__.pop(name, None)
+        config.__class__ = LoraConfig
+
+
+def _fast_options(configs: Mapping[str, PeftConfig]) -> FastLoraOptions | None:
+    """The options of the first adapter that has any. There is one set of options for a model."""
+    fast = [(name, config) for name, config in configs.items() if isinstance(config, FastLoraConfig)]
+    if not fast:
+        return None
+    first, options = fast[0][0], fast[0][1].options()
+    for name, config in fast[1:]:
+        if config.options() != options:
+            warnings.warn(
+                f"adapter {name!r} has other fast options than adapter {first!r}, which are used for the whole model: "
+                f"{options.options_dict()}",
+                stacklevel=4,
+            )
+    return options
+
+
+def _require_lora(model: nn.Module) -> None:
+    if not lora_layers(model):
+        raise ValueError(NOT_WRAPPED.format(type(model).__name__))
+
+
+def _tuners(model: nn.Module, exact: type) -> list[nn.Module]:
+    return [module for module in model.modules() if type(module) is exact]
+
+
+def _configs(model: nn.Module, exact: type) -> Iterable[PeftConfig]:
+    """Every configuration of this exact class that the model or a module inside it holds."""
+    found: dict[int, PeftConfig] = {}
+    for module in model.modules():
+        configs = module.__dict__.get("peft_config") or module.__dict__.get("_peft_config") or {}
+        if isinstance(configs, Mapping):
+            found.update({id(config): config for config in configs.values() if type(config) is exact})
+    return found.values()
