@@ -1,10 +1,10 @@
 """Faster, lighter LoRA fine-tuning with Hugging Face PEFT: `LoraConfig` becomes `FastLoraConfig`.
 
-    from peft import get_peft_model
-    from peft_fastlora import FastLoraConfig, fusion_report
+from peft import get_peft_model
+from peft_fastlora import FastLoraConfig, fusion_report
 
-    model = get_peft_model(model, FastLoraConfig(r=16, lora_alpha=32, target_modules="all-linear"))
-    print(fusion_report(model))
+model = get_peft_model(model, FastLoraConfig(r=16, lora_alpha=32, target_modules="all-linear"))
+print(fusion_report(model))
 """
 
 from .config import FastLoraConfig, FastLoraOptions

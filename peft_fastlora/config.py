@@ -17,6 +17,8 @@ SIDE_FILE = "fast_lora_config.json"
 # Options whose capability is not built yet: anything but the default is refused rather than ignored.
 NOT_YET_SUPPORTED = ("fuse_mlp", "fuse_qkv", "lora_compute_dtype", "recompute", "chunk_size")
 
+CHOICES = {"lora_compute_dtype": ("adapter", "base"), "recompute": ("activation", "projections")}
+
 
 @dataclass(kw_only=True)
 class FastLoraOptions:
@@ -43,8 +45,8 @@ class FastLoraOptions:
         default="activation",
         metadata={
             "help": (
-                "What the backward of a gated MLP computes again. 'activation': keep x, gate and up. 'projections': keep "
-                "x only and compute gate and up again."
+                "What the backward of a gated MLP computes again. 'activation': keep x, gate and up. 'projections': "
+                "keep x only and compute gate and up again."
             )
         },
     )
@@ -52,8 +54,8 @@ class FastLoraOptions:
         default=None,
         metadata={
             "help": (
-                "Rows (tokens) handled at a time inside a gated MLP block. Bounds its temporaries and changes no result "
-                "beyond rounding. None: all rows at once."
+                "Rows (tokens) handled at a time inside a gated MLP block. Bounds its temporaries and changes no "
+                "result beyond rounding. None: all rows at once."
             )
         },
     )
@@ -61,8 +63,8 @@ class FastLoraOptions:
         default=False,
         metadata={
             "help": (
-                "Raise, with the reason, where an adapted layer that a fuse_* switch covers cannot be fused. States that "
-                "are meant to run stock (disabled, merged, adapter_names) never raise."
+                "Raise, with the reason, where an adapted layer that a fuse_* switch covers cannot be fused. States "
+                "that are meant to run stock (disabled, merged, adapter_names) never raise."
             )
         },
     )
@@ -71,7 +73,7 @@ class FastLoraOptions:
         """Raise ValueError, naming the field, the rule and the value, for the first option that is not valid."""
         for name in ("fuse_mlp", "fuse_qkv", "fuse_linear", "strict"):
             _check(isinstance(getattr(self, name), bool), name, "must be True or False", getattr(self, name))
-        for name, allowed in (("lora_compute_dtype", ("adapter", "base")), ("recompute", ("activation", "projections"))):
+        for name, allowed in CHOICES.items():
             value = getattr(self, name)
             _check(value in allowed, name, f"must be one of {', '.join(map(repr, allowed))}", value)
         size = self.chunk_size

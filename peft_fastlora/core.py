@@ -7,8 +7,8 @@
     dA_a = u_a^T x              dB_a = dY_i^T h_a
 
 Everything here is two-dimensional, runs without autograd and without autocast, and takes its dtypes from the
-projections: a base product runs in `projection.dtype`, the products of an adapter in `adapter.dtype`, a sum in the wider
-dtype of its terms, and a result is rounded once.
+projections: a base product runs in `projection.dtype`, the products of an adapter in `adapter.dtype`, a sum in the
+wider dtype of its terms, and a result is rounded once.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import compress, groupby
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,24 +28,22 @@ from .projection import Adapter, Projection
 RankSpace = list[Tensor]  # one [tokens, r] per adapter, in the order of projections and their adapters
 
 
-def dense_weight(projection: Projection[Tensor]) -> Tensor:
+def dense_weight(projection: Projection) -> Tensor:
     """The base weight [out, in] in the dtype of the base product."""
-    assert projection.weight is not None
-    if projection.form is None:
-        return projection.weight.to(projection.dtype)
-    statistics = tuple(s for s in projection.statistics if s is not None)
-    return quant.dequantize(projection.weight, projection.form, statistics).to(projection.dtype)
+    weight: Tensor = projection.weight
+    if projection.form is not None:
+        weight = quant.dequantize(weight, projection.form, projection.statistics)
+    return weight.to(projection.dtype)
 
 
-def base_product(rows: Tensor, projection: Projection[Tensor]) -> Tensor:
+def base_product(rows: Tensor, projection: Projection) -> Tensor:
     """x W^T + b, [tokens, out], in the dtype that the stock base layer returns."""
-    assert projection.weight is not None
     bias = None if projection.bias is None else projection.bias.to(projection.dtype)
     rows = rows.to(projection.dtype)
     if projection.form is None:
         return F.linear(rows, projection.weight.to(projection.dtype), bias)
-    statistics = tuple(s for s in projection.statistics if s is not None)
-    return quant.linear_4bit(rows, projection.weight, bias, projection.form, statistics).to(projection.out_dtype)
+    y = quant.linear_4bit(rows, projection.weight, bias, projection.form, projection.statistics)
+    return y.to(projection.out_dtype)
 
 
 def add_product(total: Tensor | None, left: Tensor, right: Tensor) -> Tensor:
@@ -57,7 +56,7 @@ def add_product(total: Tensor | None, left: Tensor, right: Tensor) -> Tensor:
     return total.add_(left @ right)
 
 
-def to_rank(rows: Tensor, adapters: Sequence[Adapter[Tensor]], maps: Sequence[Tensor]) -> RankSpace:
+def to_rank(rows: Tensor, adapters: Sequence[Adapter], maps: Sequence[Tensor]) -> RankSpace:
     """Scaled rank-space tensors s_a rows maps_a^T, each [tokens, r_a]. One product for neighbours of one dtype.
 
     Args:
@@ -67,14 +66,12 @@ def to_rank(rows: Tensor, adapters: Sequence[Adapter[Tensor]], maps: Sequence[Te
     scaled: RankSpace = []
     for dtype, members in _runs(adapters):
         joined = rows.to(dtype) @ _join([maps[i].to(dtype) for i in members]).t()
-        parts = joined.split([maps[i].shape[0] for i in members], dim=1)
+        parts = torch.split(joined, [maps[i].shape[0] for i in members], dim=1)
         scaled += [part * _scale(adapters[i]) for part, i in zip(parts, members, strict=True)]
     return scaled
 
 
-def from_rank(
-    total: Tensor | None, ranks: RankSpace, adapters: Sequence[Adapter[Tensor]], maps: Sequence[Tensor]
-) -> Tensor | None:
+def from_rank(total: Any, ranks: RankSpace, adapters: Sequence[Adapter], maps: Sequence[Tensor]) -> Any:
     """total + sum_a ranks_a maps_a. One product for neighbours of one dtype.
 
     Args:
@@ -86,35 +83,36 @@ def from_rank(
     return total
 
 
-def group_forward(rows: Tensor, projections: Sequence[Projection[Tensor]]) -> tuple[list[Tensor], RankSpace]:
+def group_forward(rows: Tensor, projections: Sequence[Projection]) -> tuple[list[Tensor], RankSpace]:
     """Outputs [tokens, out_i] in each projection's `out_dtype`, and the rank-space tensors that backward needs.
 
     Args:
         rows: [tokens, in], the tensor that all projections read.
     """
     adapters = [adapter for projection in projections for adapter in projection.adapters]
-    ranks = to_rank(rows, adapters, [_known(adapter.lora_A) for adapter in adapters])
+    ranks = to_rank(rows, adapters, [adapter.lora_A for adapter in adapters])
     remaining = iter(ranks)
     outputs = []
     for projection in projections:
         own = [next(remaining) for _ in projection.adapters]
         y = base_product(rows, projection)
-        out = from_rank(y, own, projection.adapters, [_known(a.lora_B).t() for a in projection.adapters])
-        outputs.append(_add_biases(_known(out), projection).to(projection.out_dtype))
+        y = from_rank(y, own, projection.adapters, [adapter.lora_B.t() for adapter in projection.adapters])
+        outputs.append(_add_biases(y, projection).to(projection.out_dtype))
     return outputs, ranks
 
 
 def group_backward(
     grads: Sequence[Tensor | None],
     rows: Tensor | None,
-    projections: Sequence[Projection[Tensor]],
+    projections: Sequence[Projection],
     ranks: Sequence[Tensor | None],
-    needs: Sequence[Projection[bool]],
+    needs: Sequence[Projection],
     needs_x: bool,
-) -> tuple[Tensor | None, list[Projection[Tensor]]]:
-    """dX [tokens, in], and the gradients of the parameters in the places of the parameters. What nobody asked for is None.
+) -> tuple[Tensor | None, list[Projection]]:
+    """dX [tokens, in], and the gradients of the parameters in the places of the parameters.
 
-    Each comes in the dtype of its products; autograd rounds it to the dtype of its input.
+    What nobody asked for is None. Each gradient comes in the dtype of its products; autograd rounds it to the dtype of
+    its input.
 
     Args:
         grads: dY_i [tokens, out_i], or None for an output nobody used.
@@ -131,18 +129,16 @@ def group_backward(
     return dx, [_parameter_gradients(grad, projection, need, hs, dAs) for grad, projection, need in triples]
 
 
-def _gradient_ranks(
-    grad: Tensor | None, projection: Projection[Tensor], need: Projection[bool], needs_x: bool
-) -> list[Tensor | None]:
+def _gradient_ranks(grad: Any, projection: Projection, need: Projection, needs_x: bool) -> list[Tensor | None]:
     """u = s dY B of each adapter, or None where neither dX nor dA reads it."""
     used = [grad is not None and (needs_x or bool(wanted.lora_A)) for wanted in need.adapters]
     adapters = list(compress(projection.adapters, used))
-    us = iter(to_rank(_known(grad), adapters, [_known(adapter.lora_B).t() for adapter in adapters]) if adapters else ())
+    us = iter(to_rank(grad, adapters, [adapter.lora_B.t() for adapter in adapters]) if adapters else ())
     return [next(us) if use else None for use in used]
 
 
 def _input_gradient(
-    grads: Sequence[Tensor | None], projections: Sequence[Projection[Tensor]], us: Sequence[Tensor | None]
+    grads: Sequence[Tensor | None], projections: Sequence[Projection], us: Sequence[Tensor | None]
 ) -> Tensor | None:
     """dX = sum_i dY_i W_i + sum_a u_a A_a, over the outputs that were used."""
     dx: Tensor | None = None
@@ -151,18 +147,19 @@ def _input_gradient(
             dx = add_product(dx, grad.to(projection.dtype), dense_weight(projection))
     adapters = [adapter for projection in projections for adapter in projection.adapters]
     used = [(adapter, u) for adapter, u in zip(adapters, us, strict=True) if u is not None]
-    maps = [_known(adapter.lora_A) for adapter, _ in used]
-    return from_rank(dx, [u for _, u in used], [adapter for adapter, _ in used], maps)
+    maps = [adapter.lora_A for adapter, _ in used]
+    dx = from_rank(dx, [u for _, u in used], [adapter for adapter, _ in used], maps)
+    return dx
 
 
-def _lora_A_gradients(us: Sequence[Tensor | None], rows: Tensor | None) -> list[Tensor | None]:
+def _lora_A_gradients(us: Sequence[Tensor | None], rows: Any) -> list[Tensor | None]:
     """dA = u^T x of each adapter. One product for all whose dtype is the same."""
     gradients: list[Tensor | None] = [None] * len(us)
     used = [(i, u) for i, u in enumerate(us) if u is not None]
     for dtype, members in groupby(used, key=lambda item: item[1].dtype):
         group = list(members)
-        joined = _join([u for _, u in group], dim=1).t() @ _known(rows).to(dtype)
-        parts = joined.split([u.shape[1] for _, u in group])
+        joined = _join([u for _, u in group], dim=1).t() @ rows.to(dtype)
+        parts = torch.split(joined, [u.shape[1] for _, u in group])
         for (i, _), part in zip(group, parts, strict=True):
             gradients[i] = part
     return gradients
@@ -170,18 +167,18 @@ def _lora_A_gradients(us: Sequence[Tensor | None], rows: Tensor | None) -> list[
 
 def _parameter_gradients(
     grad: Tensor | None,
-    projection: Projection[Tensor],
-    need: Projection[bool],
-    ranks: Iterator[Tensor | None],
-    lora_A_gradients: Iterator[Tensor | None],
-) -> Projection[Tensor]:
+    projection: Projection,
+    need: Projection,
+    ranks: Iterator[Any],
+    lora_A_gradients: Iterator[Any],
+) -> Projection:
     """The gradients of one projection's parameters in their places; dB = dY^T h, biases the sum over tokens."""
     adapters = []
     for adapter, wanted in zip(projection.adapters, need.adapters, strict=True):
         h, dA = next(ranks), next(lora_A_gradients)
         dB = dbias = None
         if grad is not None and wanted.lora_B:
-            dB = grad.to(adapter.dtype).t() @ _known(h)
+            dB = grad.to(adapter.dtype).t() @ h
         if grad is not None and wanted.bias:
             dbias = _sum_tokens(grad) * _scale(adapter)
         adapters.append(replace(adapter, lora_A=dA, lora_B=dB, bias=dbias, scale=None))
@@ -190,7 +187,7 @@ def _parameter_gradients(
     return replace(projection, weight=None, bias=dbias, statistics=statistics, adapters=tuple(adapters))
 
 
-def _add_biases(out: Tensor, projection: Projection[Tensor]) -> Tensor:
+def _add_biases(out: Tensor, projection: Projection) -> Tensor:
     """Add s * bias of lora_B, in the wider dtype."""
     for adapter in projection.adapters:
         if adapter.bias is not None:
@@ -198,7 +195,7 @@ def _add_biases(out: Tensor, projection: Projection[Tensor]) -> Tensor:
     return out
 
 
-def _runs(adapters: Sequence[Adapter[Tensor]]) -> Iterator[tuple[torch.dtype, list[int]]]:
+def _runs(adapters: Sequence[Adapter]) -> Iterator[tuple[torch.dtype, list[int]]]:
     """Positions of neighbouring adapters whose products run in one dtype and so can be one product."""
     for dtype, members in groupby(range(len(adapters)), key=lambda i: adapters[i].dtype):
         yield dtype, list(members)
@@ -208,15 +205,10 @@ def _join(parts: Sequence[Tensor], dim: int = 0) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(list(parts), dim=dim)
 
 
-def _scale(adapter: Adapter[Tensor]) -> float | Tensor:
+def _scale(adapter: Adapter) -> float | Tensor:
     return adapter.scaling if adapter.scale is None else adapter.scale
 
 
 def _sum_tokens(grad: Tensor) -> Tensor:
     """[tokens, out] -> [out]. Thousands of rows add up: in float32 at least."""
     return grad.sum(0, dtype=torch.promote_types(grad.dtype, torch.float32))
-
-
-def _known(tensor: Tensor | None) -> Tensor:
-    assert tensor is not None
-    return tensor

@@ -1,8 +1,8 @@
-"""The autograd nodes. They only move data: which tensors are saved, which gradients were asked for, which shape comes out.
+"""The autograd nodes. They only move data: what is saved, which gradients were asked for, which shape comes out.
 
-The arithmetic is in `core`. Every tensor that backward reads goes through `save_for_backward`, the packed 4-bit weight and
-its statistics included, because a weight's buffer may hold another layer by the time of backward, and because hooks on
-saved tensors (offloading, compression) must see all of them.
+The arithmetic is in `core`. Every tensor that backward reads goes through `save_for_backward`, the packed 4-bit weight
+and its statistics included: a weight's buffer may hold another layer by the time of backward, and hooks on saved
+tensors (offloading, compression) must see all of them.
 """
 
 from __future__ import annotations
@@ -14,30 +14,30 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import Function, FunctionCtx, once_differentiable
+from torch.autograd.function import Function, once_differentiable
 
 from .core import RankSpace, group_backward, group_forward
 from .projection import Layout, Projection, flatten
 
 
-def lora_group(x: Tensor, projections: Sequence[Projection[Tensor]]) -> tuple[Tensor, ...]:
-    """Outputs [..., out_i] of projections that read x [..., in]. One autograd node, or none where nothing needs grad."""
+def lora_group(x: Tensor, projections: Sequence[Projection]) -> tuple[Tensor, ...]:
+    """Outputs [..., out_i] of projections that read x [..., in]: one autograd node, or none if nothing needs grad."""
     layout, tensors = flatten(projections)
     needs_grad = x.requires_grad or any(t is not None and t.requires_grad for t in tensors)
     if needs_grad and torch.is_grad_enabled():
-        return LoraGroupFunction.apply(layout, x, *tensors)  # type: ignore[no-any-return]
+        return LoraGroupFunction.apply(layout, x, *tensors)  # type: ignore[no-untyped-call, no-any-return]
     with torch.no_grad(), without_autocast(x):
         outputs, _ = group_forward(_rows(x), projections)
     return tuple(_shaped(out, x.shape[:-1]) for out in outputs)
 
 
 class LoraGroupFunction(Function):
-    """1..n LoRA projections of one input as one node. Saves x, one [tokens, r] per adapter, and references to weights."""
+    """1..n LoRA projections of one input as one node. It saves x, one [tokens, r] per adapter, and the weights."""
 
     @staticmethod
     def forward(ctx: Any, layout: Layout, x: Tensor, *tensors: Tensor | None) -> tuple[Tensor, ...]:
-        projections: tuple[Projection[Tensor], ...] = layout.rebuild(tensors)
-        needs: tuple[Projection[bool], ...] = layout.rebuild(ctx.needs_input_grad[2:])
+        projections: tuple[Projection, ...] = layout.rebuild(tensors)
+        needs: tuple[Projection, ...] = layout.rebuild(ctx.needs_input_grad[2:])
         with without_autocast(x):
             outputs, ranks = group_forward(_rows(x), projections)
         ctx.layout = layout
@@ -49,9 +49,9 @@ class LoraGroupFunction(Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         x, *saved = ctx.saved_tensors
-        projections: tuple[Projection[Tensor], ...] = ctx.layout.rebuild(saved)
+        projections: tuple[Projection, ...] = ctx.layout.rebuild(saved)
         ranks = saved[len(flatten(projections)[1]) :]
-        needs: tuple[Projection[bool], ...] = ctx.layout.rebuild(ctx.needs_input_grad[2:])
+        needs: tuple[Projection, ...] = ctx.layout.rebuild(ctx.needs_input_grad[2:])
         needs_x = ctx.needs_input_grad[1]
         given = next((grad for grad in grads if grad is not None), None)
         if given is None:
@@ -66,14 +66,14 @@ class LoraGroupFunction(Function):
 
 
 def _save_group(
-    ctx: FunctionCtx,
+    ctx: Any,
     x: Tensor,
-    projections: Sequence[Projection[Tensor]],
-    needs: Sequence[Projection[bool]],
+    projections: Sequence[Projection],
+    needs: Sequence[Projection],
     ranks: RankSpace,
 ) -> None:
     """Save what the gradients that are asked for will read, and nothing else."""
-    needs_x = ctx.needs_input_grad[1]  # type: ignore[attr-defined]
+    needs_x = ctx.needs_input_grad[1]
     wanted = [adapter for projection in needs for adapter in projection.adapters]
     kept = flatten([_without_unread(p, n, needs_x) for p, n in zip(projections, needs, strict=True)])[1]
     kept_ranks = [h if need.lora_B else None for h, need in zip(ranks, wanted, strict=True)]
@@ -81,7 +81,7 @@ def _save_group(
     ctx.save_for_backward(kept_x, *kept, *kept_ranks)
 
 
-def _without_unread(projection: Projection[Tensor], need: Projection[bool], needs_x: bool) -> Projection[Tensor]:
+def _without_unread(projection: Projection, need: Projection, needs_x: bool) -> Projection:
     """The projection without the tensors that its backward does not read."""
     adapters = tuple(
         replace(
@@ -98,7 +98,7 @@ def _without_unread(projection: Projection[Tensor], need: Projection[bool], need
     return replace(projection, weight=None, bias=None, statistics=statistics, adapters=adapters)
 
 
-def _narrowest(x: Tensor, projections: Sequence[Projection[Tensor]]) -> Tensor:
+def _narrowest(x: Tensor, projections: Sequence[Projection]) -> Tensor:
     """x as backward reads it (only dA does): rounded to the adapters' dtype already if that is the narrower one."""
     dtypes = {adapter.dtype for projection in projections for adapter in projection.adapters}
     if len(dtypes) == 1:

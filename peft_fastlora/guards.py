@@ -1,8 +1,8 @@
 """When the fused path steps aside: small named functions, asked in order at every call and by the report.
 
-Each guard gets a `Call` and returns None or a clause that completes "the fused path was not used because ...". Its name is
-its identifier in tests, its docstring its line in `docs/reasons.md`. Guards read attributes; they touch no data on the
-device and catch nothing.
+Each guard gets a `Call` and returns None or a clause that completes "the fused path was not used because ...". Its
+name is its identifier in tests, its docstring its line in `docs/reasons.md`. Guards read attributes; they touch no data
+on the device and catch nothing.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Refusal:
         return f"the fused path was not used because {self.reason}"
 
 
-# -- states that are meant to run stock ------------------------------------------------------------------------------
+# -- states that are meant to run stock -------------------------------------------------------------------------------
 
 
 def adapters_disabled(call: Call) -> str | None:
@@ -86,7 +86,7 @@ def switched_off(call: Call) -> str | None:
     return None if call.options.fuse_linear else "fuse_linear is False"
 
 
-# -- what the fused arithmetic cannot represent ------------------------------------------------------------------------
+# -- what the fused arithmetic cannot represent -----------------------------------------------------------------------
 
 
 def extra_arguments(call: Call) -> str | None:
@@ -222,7 +222,7 @@ def unreadable_4bit(call: Call) -> str | None:
 def wrong_shape(call: Call) -> str | None:
     """A weight is not there in full (sharded or offloaded parameters are empty outside their own forward)."""
     base = call.layer.base_layer
-    shape = tuple(quant.quant_state(base).shape if is_4bit(base) else base.weight.shape)
+    shape = tuple((quant.quant_state(base) if is_4bit(base) else base.weight).shape)
     if base.weight.numel() == 0:
         return f"the base weight is empty (shape {list(base.weight.shape)})"
     for name in call.names:
@@ -270,8 +270,8 @@ def unfit_input(call: Call) -> str | None:
 
 
 def traced(call: Call) -> str | None:
-    """A tracer or transform runs (torch.jit.trace, torch.func, forward-mode AD) that a hand-written node cannot join."""
-    if torch.jit.is_tracing():
+    """A tracer or transform runs that the node cannot join (torch.jit.trace, torch.func, forward-mode AD)."""
+    if torch._C._is_tracing():
         return "torch.jit.trace is running"
     if torch._C._are_functorch_transforms_active():
         return "a torch.func transform is running"
@@ -316,7 +316,7 @@ def why_not(call: Call) -> Refusal | None:
     return None
 
 
-# -- what guards look at -----------------------------------------------------------------------------------------------
+# -- what guards look at ----------------------------------------------------------------------------------------------
 
 
 def _is_plain_linear(module: nn.Module) -> bool:

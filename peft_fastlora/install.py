@@ -14,19 +14,19 @@ from .config import FastLoraOptions
 from .layer import FastLoraLayer, FastLoraLinear
 
 
-def lora_layers(model: nn.Module) -> list[tuple[str, LoraLayer]]:
+def lora_layers(model: nn.Module) -> list[tuple[str, Any]]:
     """All LoRA layers with their names, fast or not."""
     return [(name, module) for name, module in model.named_modules() if isinstance(module, LoraLayer)]
 
 
 def install(model: nn.Module, options: FastLoraOptions) -> None:
-    """Give every stock layer that has a fast class that class. Idempotent; layers that are fast get the new options."""
+    """Give every stock layer that has a fast class that class; fast layers get the new options. Idempotent."""
     for module in model.modules():
         if isinstance(module, FastLoraLayer):
-            module.fast_lora_options = options
+            _set_options(module, options)
         elif why_not_installed(module) is None:
             _change_class(module, _fast_class(type(module)))
-            module.fast_lora_options = options
+            _set_options(module, options)
 
 
 def remove(model: nn.Module) -> None:
@@ -68,9 +68,13 @@ def _stock_class(fast: type) -> Any:
     return fast.__mro__[2] if is_ours else None  # fast class, mixin, stock class
 
 
+def _set_options(module: Any, options: FastLoraOptions) -> None:
+    module.fast_lora_options = options
+
+
 def _change_class(module: nn.Module, new: type) -> None:
     old_forward = module.__dict__.get("_old_forward")
     if isinstance(old_forward, MethodType) and old_forward.__func__ is type(module).forward:
         # accelerate's hooks call the forward that was bound when they were added
         module.__dict__["_old_forward"] = MethodType(new.forward, module)  # type: ignore[attr-defined]
-    module.__class__ = new  # type: ignore[assignment]
+    module.__class__ = new

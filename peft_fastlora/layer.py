@@ -1,7 +1,7 @@
 """Fast LoRA layers: PEFT's own classes with one method in front.
 
-A stock layer becomes fast by changing its class (see `install`), so `super().forward` is the stock path itself and every
-attribute, parameter name, hook and method of the layer stays what it was.
+A stock layer becomes fast by changing its class (see `install`), so `super().forward` is the stock path itself and
+every attribute, parameter name, hook and method of the layer stays what it was.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class FastLoraLayer:
             remove_from(self)
 
 
-class FastLoraLinear(FastLoraLayer, Linear):  # type: ignore[misc]
+class FastLoraLinear(FastLoraLayer, Linear):
     """`peft.tuners.lora.Linear` over an `nn.Linear`, fused."""
 
 
@@ -60,7 +60,7 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from peft.tuners.lora.bnb import Linear4bit
 
-    class FastLoraLinear4bit(FastLoraLayer, Linear4bit):  # type: ignore[misc]
+    class FastLoraLinear4bit(FastLoraLayer, Linear4bit):
         """`peft.tuners.lora.Linear4bit` over a bitsandbytes `Linear4bit` (NF4, FP4), fused."""
 
         fast_lora_4bit = True

@@ -1,4 +1,4 @@
-"""`FastLoraModel`, PEFT's tuner for LoRA with fast layers, and the ways to make an existing model fast or stock again."""
+"""`FastLoraModel`, PEFT's LoRA tuner with fast layers, and ways to make an existing model fast or stock again."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from torch import nn
 
 from .config import OPTION_NAMES, FastLoraConfig, FastLoraOptions
 from .install import install, lora_layers, remove, why_not_installed
+from .layer import FastLoraLayer
 from .report import NOT_WRAPPED, FusionReport, fusion_report
 
 
-class FastLoraModel(LoraModel):  # type: ignore[misc]
+class FastLoraModel(LoraModel):
     """PEFT's `LoraModel`; its layers are made fast as soon as one adapter has a `FastLoraConfig`.
 
     With plain `LoraConfig` adapters only, it builds exactly the stock layers.
@@ -25,13 +26,25 @@ class FastLoraModel(LoraModel):  # type: ignore[misc]
         """As PEFT's, then make the layers fast. All ways of adding an adapter pass here."""
         super().inject_adapter(model, adapter_name, *args, **kwargs)
         options = _fast_options(self.peft_config)
-        if options is not None:
-            install(model, options)
+        if options is None:
+            return
+        unfusable = _unfusable_linear(model) if options.strict else None
+        if unfusable is not None:
+            self._withdraw(adapter_name)
+            raise RuntimeError(f"strict=True: the fused path was not used because {unfusable}")
+        install(model, options)
 
-    def _unload_and_optionally_merge(self, *args: Any, **kwargs: Any) -> nn.Module:
+    def _withdraw(self, adapter_name: str) -> None:
+        """Take back an adapter that was injected a moment ago."""
+        if set(self.peft_config) == {adapter_name}:
+            super()._unload_and_optionally_merge(merge=False)
+        else:
+            self.delete_adapter(adapter_name)
+
+    def _unload_and_optionally_merge(self, *args: Any, **kwargs: Any) -> Any:
         """As PEFT's (`unload`, `merge_and_unload`); no fast class stays behind."""
         model = super()._unload_and_optionally_merge(*args, **kwargs)
-        remove(model)
+        remove(self.model)
         return model
 
 
@@ -39,8 +52,9 @@ def register(default: bool = False) -> None:
     """Make PEFT build LoRA models with `FastLoraModel`. Importing the package does this; idempotent.
 
     Args:
-        default: also read LoRA configurations from disk as `FastLoraConfig`, so that `PeftModel.from_pretrained(base, path)`,
-            `load_adapter` and the `AutoPeftModel` classes give fast models. False: as `LoraConfig`, as stock PEFT.
+        default: also read LoRA configurations from disk as `FastLoraConfig`, so that
+            `PeftModel.from_pretrained(base, path)`, `load_adapter` and the `AutoPeftModel` classes give fast models.
+            False: as `LoraConfig`, as stock PEFT does.
     """
     PEFT_TYPE_TO_TUNER_MAPPING[PeftType.LORA] = FastLoraModel
     PEFT_TYPE_TO_CONFIG_MAPPING[PeftType.LORA] = FastLoraConfig if default else LoraConfig
@@ -113,6 +127,17 @@ def _fast_options(configs: Mapping[str, PeftConfig]) -> FastLoraOptions | None:
     return options
 
 
+def _unfusable_linear(model: nn.Module) -> str | None:
+    """Why an adapted Linear can never be fused, for the first such layer; other kinds of layers may be stock."""
+    for name, layer in lora_layers(model):
+        if isinstance(layer, FastLoraLayer) or not isinstance(layer.get_base_layer(), nn.Linear):
+            continue
+        reason = why_not_installed(layer)
+        if reason is not None:
+            return f"{reason} (layer {name})"
+    return None
+
+
 def _require_lora(model: nn.Module) -> None:
     if not lora_layers(model):
         raise ValueError(NOT_WRAPPED.format(type(model).__name__))
@@ -124,9 +149,9 @@ def _tuners(model: nn.Module, exact: type) -> list[nn.Module]:
 
 def _configs(model: nn.Module, exact: type) -> Iterable[PeftConfig]:
     """Every configuration of this exact class that the model or a module inside it holds."""
-    found: dict[int, PeftConfig] = {}
+    found: dict[int, Any] = {}
     for module in model.modules():
-        configs = module.__dict__.get("peft_config") or module.__dict__.get("_peft_config") or {}
+        configs = module.__dict__.get("peft_config")
         if isinstance(configs, Mapping):
-            found.update({id(config): config for config in configs.values() if type(config) is exact})
+            found.update((id(config), config) for config in configs.values() if type(config) is exact)
     return found.values()

@@ -25,7 +25,7 @@ class QuantFormat:
     nested_dtype: torch.dtype | None
 
 
-def quant_state(base_layer: nn.Module) -> Any | None:
+def quant_state(base_layer: nn.Module) -> Any:
     """The `QuantState` of a `Linear4bit`, or None. Sharding engines rebuild the parameter; then the module has it."""
     state = getattr(base_layer.weight, "quant_state", None)
     return state if state is not None else getattr(base_layer, "quant_state", None)
@@ -86,7 +86,8 @@ def dequantize(packed: Tensor, form: QuantFormat, statistics: tuple[Tensor, ...]
     """The weight [out, in] in `form.dtype`, as the backward of bitsandbytes' own product computes it."""
     from bitsandbytes.functional import dequantize_4bit
 
-    return dequantize_4bit(packed, _build_state(form, statistics))
+    weight: Tensor = dequantize_4bit(packed, _build_state(form, statistics))
+    return weight
 
 
 def linear_4bit(
@@ -96,9 +97,10 @@ def linear_4bit(
 
     Must run without grad: the fused nodes bring their own backward.
     """
-    import bitsandbytes
+    from bitsandbytes.autograd._functions import matmul_4bit
 
-    return bitsandbytes.matmul_4bit(x, packed.t(), quant_state=_build_state(form, statistics), bias=bias)
+    y: Tensor = matmul_4bit(x, packed.t(), quant_state=_build_state(form, statistics), bias=bias)
+    return y
 
 
 def settle_compute_dtype(base_layer: Any, x: Tensor) -> torch.dtype:

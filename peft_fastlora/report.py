@@ -13,8 +13,8 @@ from .install import lora_layers, why_not_installed
 from .layer import FastLoraLayer
 
 NOT_WRAPPED = (
-    "no LoRA layer found in {}: wrap the model first, get_peft_model(model, FastLoraConfig(...)), or pass the model that "
-    "get_peft_model returned"
+    "no LoRA layer found in {}: wrap the model first, get_peft_model(model, FastLoraConfig(...)), or pass the model "
+    "that get_peft_model returned"
 )
 
 
@@ -48,8 +48,8 @@ class FusionReport:
     def __str__(self) -> str:
         cells = [("name", "kind", "path", "reason")]
         cells += [(row.name, row.kind, row.path, row.reason or "") for row in self.rows]
-        widths = [max(len(line[column]) for line in cells) for column in range(3)]
-        lines = ["  ".join([c.ljust(w) for c, w in zip(line, widths, strict=False)] + [line[3]]).rstrip() for line in cells]
+        name, kind, path, _ = (max(map(len, column)) for column in zip(*cells, strict=True))
+        lines = [f"{a:{name}}  {b:{kind}}  {c:{path}}  {d}".rstrip() for a, b, c, d in cells]
         totals = ", ".join(f"{n} {kind} {path}" for (kind, path), n in self.counts.items())
         return "\n".join([*lines, f"total: {totals}"])
 
