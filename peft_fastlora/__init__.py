@@ -8,6 +8,7 @@ print(fusion_report(model))
 """
 
 from .config import FastLoraConfig, FastLoraOptions
+from .gated_mlp import FastLoraGatedMLP
 from .layer import FastLoraLayer, FastLoraLinear
 from .model import FastLoraModel, fuse, register, unfuse, unregister
 from .report import FusionReport, fusion_report
@@ -16,6 +17,7 @@ __version__ = "0.1.0.dev0"
 
 __all__ = [
     "FastLoraConfig",
+    "FastLoraGatedMLP",
     "FastLoraLayer",
     "FastLoraLinear",
     "FastLoraModel",

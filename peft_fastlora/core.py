@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import compress, groupby
+from itertools import accumulate, compress, groupby, repeat
 from typing import Any
 
 import torch
@@ -105,9 +105,9 @@ def group_backward(
     grads: Sequence[Tensor | None],
     rows: Tensor | None,
     projections: Sequence[Projection],
-    ranks: Sequence[Tensor | None],
     needs: Sequence[Projection],
     needs_x: bool,
+    dBs: Sequence[Tensor | None],
 ) -> tuple[Tensor | None, list[Projection]]:
     """dX [tokens, in], and the gradients of the parameters in the places of the parameters.
 
@@ -117,16 +117,45 @@ def group_backward(
     Args:
         grads: dY_i [tokens, out_i], or None for an output nobody used.
         rows: [tokens, in]; None where no lora_A needs a gradient.
-        ranks: h_a [tokens, r]; None where lora_B needs no gradient.
         needs: which gradients are asked for.
+        dBs: what `lora_B_gradients` returned for them.
     """
     triples = list(zip(grads, projections, needs, strict=True))
     us = [u for grad, projection, need in triples for u in _gradient_ranks(grad, projection, need, needs_x)]
     dx = _input_gradient(grads, projections, us) if needs_x else None
     wanted = [bool(adapter.lora_A) for need in needs for adapter in need.adapters]
     dAs = iter(_lora_A_gradients([u if want else None for u, want in zip(us, wanted, strict=True)], rows))
+    left = iter(dBs)
+    return dx, [_parameter_gradients(grad, projection, need, dAs, left) for grad, projection, need in triples]
+
+
+def lora_B_gradients(
+    grads: Sequence[Tensor | None],
+    projections: Sequence[Projection],
+    needs: Sequence[Projection],
+    ranks: Sequence[Tensor | None],
+) -> list[Tensor | None]:
+    """dB = dY^T h of each adapter, or None where nobody asked. `ranks`: h_a, None where lora_B needs no gradient."""
     hs = iter(ranks)
-    return dx, [_parameter_gradients(grad, projection, need, hs, dAs) for grad, projection, need in triples]
+    gradients: list[Tensor | None] = []
+    for grad, projection, need in zip(grads, projections, needs, strict=True):
+        for adapter, wanted in zip(projection.adapters, need.adapters, strict=True):
+            h = next(hs)
+            used = grad is not None and h is not None and wanted.lora_B
+            gradients.append(grad.to(adapter.dtype).t() @ h if used else None)  # type: ignore[union-attr]
+    return gradients
+
+
+def joined_lora_B_gradients(joined: Tensor, projections: Sequence[Projection], ranks: RankSpace) -> list[Tensor]:
+    """dB of projections with one adapter each, whose output gradients lie side by side: [tokens, sum of out_i].
+
+    One product with all h side by side gives every dB as a block. It computes blocks that nobody reads, but skinny
+    products are bound by reading dY, and that is read once.
+    """
+    product = joined.to(ranks[0].dtype).t() @ _join(ranks, dim=1)
+    outs = [projection.adapters[0].lora_B.shape[0] for projection in projections]
+    blocks = zip(torch.split(product, outs), ranks, accumulate([0, *(h.shape[1] for h in ranks)]), strict=False)
+    return [block[:, column : column + h.shape[1]] for block, h, column in blocks]
 
 
 def _gradient_ranks(grad: Any, projection: Projection, need: Projection, needs_x: bool) -> list[Tensor | None]:
@@ -169,22 +198,21 @@ def _parameter_gradients(
     grad: Tensor | None,
     projection: Projection,
     need: Projection,
-    ranks: Iterator[Any],
-    lora_A_gradients: Iterator[Any],
+    dAs: Iterator[Any],
+    dBs: Iterator[Any],
 ) -> Projection:
-    """The gradients of one projection's parameters in their places; dB = dY^T h, biases the sum over tokens."""
+    """The gradients of one projection's parameters in their places; those of biases are sums over tokens."""
     adapters = []
     for adapter, wanted in zip(projection.adapters, need.adapters, strict=True):
-        h, dA = next(ranks), next(lora_A_gradients)
-        dB = dbias = None
-        if grad is not None and wanted.lora_B:
-            dB = grad.to(adapter.dtype).t() @ h
-        if grad is not None and wanted.bias:
-            dbias = _sum_tokens(grad) * _scale(adapter)
-        adapters.append(replace(adapter, lora_A=dA, lora_B=dB, bias=dbias, scale=None))
+        dbias = _sum_tokens(grad) * _scale(adapter) if grad is not None and wanted.bias else None
+        adapters.append(replace(adapter, lora_A=next(dAs), lora_B=next(dBs), bias=dbias, scale=None))
     dbias = _sum_tokens(grad) if grad is not None and need.bias else None
-    statistics = (None,) * len(projection.statistics)
-    return replace(projection, weight=None, bias=dbias, statistics=statistics, adapters=tuple(adapters))
+    return replace(no_gradients(projection), bias=dbias, adapters=tuple(adapters))
+
+
+def no_gradients(projection: Projection) -> Projection:
+    """Nothing in the places of a projection's parameters."""
+    return projection.rebuild(repeat(None))
 
 
 def _add_biases(out: Tensor, projection: Projection) -> Tensor:

@@ -9,22 +9,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import Function, once_differentiable
 
-from .core import RankSpace, group_backward, group_forward
+from .core import group_backward, group_forward, lora_B_gradients
+from .mlp import MLP, Combine, MLPNeeds, mlp_backward, mlp_forward
 from .projection import Layout, Projection, flatten
 
 
 def lora_group(x: Tensor, projections: Sequence[Projection]) -> tuple[Tensor, ...]:
     """Outputs [..., out_i] of projections that read x [..., in]: one autograd node, or none if nothing needs grad."""
     layout, tensors = flatten(projections)
-    needs_grad = x.requires_grad or any(t is not None and t.requires_grad for t in tensors)
-    if needs_grad and torch.is_grad_enabled():
+    if torch.is_grad_enabled() and _needs_grad(x, tensors):
         return LoraGroupFunction.apply(layout, x, *tensors)  # type: ignore[no-untyped-call, no-any-return]
     with torch.no_grad(), without_autocast(x):
         outputs, _ = group_forward(_rows(x), projections)
@@ -36,76 +37,152 @@ class LoraGroupFunction(Function):
 
     @staticmethod
     def forward(ctx: Any, layout: Layout, x: Tensor, *tensors: Tensor | None) -> tuple[Tensor, ...]:
-        projections: tuple[Projection, ...] = layout.rebuild(tensors)
-        needs: tuple[Projection, ...] = layout.rebuild(ctx.needs_input_grad[2:])
+        projections = layout.rebuild(tensors)
+        needs = layout.rebuild(ctx.needs_input_grad[2:])
+        needs_x = ctx.needs_input_grad[1]
         with without_autocast(x):
             outputs, ranks = group_forward(_rows(x), projections)
+        wanted = [adapter for need in needs for adapter in need.adapters]
+        kept_x = _narrowest(x, projections) if any(adapter.lora_A for adapter in wanted) else None
+        kept_ranks = [h if adapter.lora_B else None for h, adapter in zip(ranks, wanted, strict=True)]
         ctx.layout = layout
         ctx.set_materialize_grads(False)
-        _save_group(ctx, x, projections, needs, ranks)
+        ctx.save_for_backward(kept_x, *_kept(projections, needs_x), *kept_ranks)
         return tuple(_shaped(out, x.shape[:-1]) for out in outputs)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        x, *saved = ctx.saved_tensors
-        projections: tuple[Projection, ...] = ctx.layout.rebuild(saved)
-        ranks = saved[len(flatten(projections)[1]) :]
-        needs: tuple[Projection, ...] = ctx.layout.rebuild(ctx.needs_input_grad[2:])
-        needs_x = ctx.needs_input_grad[1]
         given = next((grad for grad in grads if grad is not None), None)
         if given is None:
             return (None,) * len(ctx.needs_input_grad)
+        x, *saved = ctx.saved_tensors
+        projections = ctx.layout.rebuild(saved)
+        ranks = saved[ctx.layout.slots :]
+        needs = ctx.layout.rebuild(ctx.needs_input_grad[2:])
         flat = [None if grad is None else _rows(grad) for grad in grads]
         with without_autocast(given):
             rows = None if x is None else _rows(x)
-            dx, results = group_backward(flat, rows, projections, ranks, needs, needs_x)
-        if dx is not None:
-            dx = _shaped(dx, given.shape[:-1])
-        return (None, dx, *flatten(results)[1])
+            dBs = lora_B_gradients(flat, projections, needs, ranks)
+            dx, results = group_backward(flat, rows, projections, needs, ctx.needs_input_grad[1], dBs)
+        return (None, _shaped_or_none(dx, given.shape[:-1]), *flatten(results)[1])
 
 
-def _save_group(
-    ctx: Any,
-    x: Tensor,
-    projections: Sequence[Projection],
-    needs: Sequence[Projection],
-    ranks: RankSpace,
-) -> None:
-    """Save what the gradients that are asked for will read, and nothing else."""
-    needs_x = ctx.needs_input_grad[1]
-    wanted = [adapter for projection in needs for adapter in projection.adapters]
-    kept = flatten([_without_unread(p, n, needs_x) for p, n in zip(projections, needs, strict=True)])[1]
-    kept_ranks = [h if need.lora_B else None for h, need in zip(ranks, wanted, strict=True)]
-    kept_x = _narrowest(x, projections) if any(need.lora_A for need in wanted) else None
-    ctx.save_for_backward(kept_x, *kept, *kept_ranks)
+@dataclass(frozen=True)
+class MLPPlan:
+    """All about a call of an MLP block that is no tensor. The last projection is down."""
+
+    layout: Layout
+    combine: Combine
+    keep_outputs: bool  # keep the outputs of the projections that read x; False: compute them again in backward
+    chunk_size: int | None  # rows handled at a time
+
+    def rebuild(self, values: Sequence[Any]) -> MLP:
+        *inputs, down = self.layout.rebuild(values)
+        return MLP(tuple(inputs), down, self.combine)
+
+    def chunks(self, rows: Tensor) -> tuple[Tensor, ...]:
+        return (rows,) if self.chunk_size is None else torch.split(rows, self.chunk_size)
 
 
-def _without_unread(projection: Projection, need: Projection, needs_x: bool) -> Projection:
-    """The projection without the tensors that its backward does not read."""
-    adapters = tuple(
-        replace(
-            adapter,
-            lora_A=adapter.lora_A if needs_x else None,
-            lora_B=adapter.lora_B if needs_x or wanted.lora_A else None,
-            bias=None,
-        )
-        for adapter, wanted in zip(projection.adapters, need.adapters, strict=True)
-    )
-    if needs_x:
-        return replace(projection, bias=None, adapters=adapters)
-    statistics = (None,) * len(projection.statistics)
-    return replace(projection, weight=None, bias=None, statistics=statistics, adapters=adapters)
+def lora_mlp(
+    x: Tensor, inputs: Sequence[Projection], down: Projection, combine: Combine, keep_outputs: bool, chunk: int | None
+) -> Tensor:
+    """Output [..., out] of an MLP block for x [..., in]: one autograd node, or none if nothing needs grad."""
+    layout, tensors = flatten([*inputs, down])
+    plan = MLPPlan(layout, combine, keep_outputs, chunk)
+    if torch.is_grad_enabled() and _needs_grad(x, tensors):
+        return LoraGatedMLPFunction.apply(plan, x, *tensors)  # type: ignore[no-untyped-call, no-any-return]
+    mlp = MLP(tuple(inputs), down, combine)
+    with torch.no_grad(), without_autocast(x):
+        outs = [mlp_forward(rows, mlp)[0] for rows in plan.chunks(_rows(x))]
+    return _shaped(_concat(outs), x.shape[:-1])
+
+
+class LoraGatedMLPFunction(Function):
+    """An MLP block as one node. It saves x, the outputs of the projections that read x, and [tokens, r] of down.
+
+    The hidden tensor is computed again in backward, and so are the rank-space tensors of the projections that read x;
+    with `keep_outputs=False` the outputs are, too, and nothing of size [tokens, f] is kept.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, plan: MLPPlan, x: Tensor, *tensors: Tensor | None) -> Tensor:
+        mlp, needs = plan.rebuild(tensors), _mlp_needs(ctx, plan)
+        outs, kept = [], []
+        with without_autocast(x):
+            for rows in plan.chunks(_rows(x)):
+                out, outputs, ranks = mlp_forward(rows, mlp)
+                outs.append(out)
+                kept += [*(outputs if plan.keep_outputs else ()), *ranks]
+        reads_x = not plan.keep_outputs or any(a.lora_A or a.lora_B for need in needs.inputs for a in need.adapters)
+        kept_x = (_narrowest(x, mlp.inputs) if plan.keep_outputs else x) if reads_x else None
+        inputs = _kept(mlp.inputs, needs.x) if plan.keep_outputs else flatten(mlp.inputs)[1]
+        ctx.plan = plan
+        ctx.save_for_backward(kept_x, *inputs, *_kept([mlp.down], needs.hidden), *kept)
+        return _shaped(_concat(outs), x.shape[:-1])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        plan, needs = ctx.plan, _mlp_needs(ctx, ctx.plan)
+        x, *saved = ctx.saved_tensors
+        mlp, kept = plan.rebuild(saved), iter(saved[plan.layout.slots :])
+        n_outputs, n_ranks = len(mlp.inputs), len(mlp.down.adapters)
+        grads = plan.chunks(_rows(grad))
+        xs = plan.chunks(_rows(x)) if x is not None else (None,) * len(grads)
+        dxs, totals = [], None
+        with without_autocast(grad):
+            for dy, rows in zip(grads, xs, strict=True):
+                outputs = list(islice(kept, n_outputs)) if plan.keep_outputs else group_forward(rows, mlp.inputs)[0]
+                dx, results = mlp_backward(dy, rows, outputs, list(islice(kept, n_ranks)), mlp, needs)
+                dxs.append(dx)
+                totals = _summed(totals, flatten(results)[1], several=len(grads) > 1)
+        dx = _concat(dxs) if needs.x else None
+        return (None, _shaped_or_none(dx, grad.shape[:-1]), *totals)
+
+
+def _mlp_needs(ctx: Any, plan: MLPPlan) -> MLPNeeds:
+    *inputs, down = plan.layout.rebuild(ctx.needs_input_grad[2:])
+    return MLPNeeds(ctx.needs_input_grad[1], tuple(inputs), down)
+
+
+def _summed(totals: Any, gradients: Sequence[Tensor | None], several: bool) -> Sequence[Tensor | None]:
+    """Add the gradients of one more chunk of rows, in float32 at least so that many chunks lose nothing."""
+    if several:
+        gradients = [g if g is None else g.to(torch.promote_types(g.dtype, torch.float32)) for g in gradients]
+    if totals is None:
+        return gradients
+    return [None if total is None else total.add_(g) for total, g in zip(totals, gradients, strict=True)]
+
+
+def _needs_grad(x: Tensor, tensors: Sequence[Tensor | None]) -> bool:
+    return x.requires_grad or any(tensor is not None and tensor.requires_grad for tensor in tensors)
+
+
+def _kept(projections: Sequence[Projection], needs_input: bool) -> tuple[Tensor | None, ...]:
+    """The tensors that backward reads: biases never, base weights only for the gradient of the input."""
+    kept = []
+    for projection in projections:
+        adapters = tuple(replace(adapter, bias=None) for adapter in projection.adapters)
+        statistics = projection.statistics if needs_input else (None,) * len(projection.statistics)
+        weight = projection.weight if needs_input else None
+        kept.append(replace(projection, weight=weight, bias=None, statistics=statistics, adapters=adapters))
+    return flatten(kept)[1]
 
 
 def _narrowest(x: Tensor, projections: Sequence[Projection]) -> Tensor:
-    """x as backward reads it (only dA does): rounded to the adapters' dtype already if that is the narrower one."""
+    """x as backward reads it (only the adapters do): rounded to their dtype already if that is the narrower one."""
     dtypes = {adapter.dtype for projection in projections for adapter in projection.adapters}
     if len(dtypes) == 1:
         (dtype,) = dtypes
         if dtype.itemsize < x.dtype.itemsize:
             return x.to(dtype)
     return x
+
+
+def _concat(parts: Sequence[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts))
 
 
 def without_autocast(tensor: Tensor) -> AbstractContextManager[Any]:
@@ -124,3 +201,7 @@ def _rows(tensor: Tensor) -> Tensor:
 def _shaped(rows: Tensor, batch: torch.Size) -> Tensor:
     """[tokens, d] as [*batch, d]. Not `view`: autograd would then refuse to let users change the output in place."""
     return torch.ops.aten._unsafe_view.default(rows, [*batch, rows.shape[-1]])  # type: ignore[no-any-return]
+
+
+def _shaped_or_none(rows: Tensor | None, batch: torch.Size) -> Tensor | None:
+    return None if rows is None else _shaped(rows, batch)

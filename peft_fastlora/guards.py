@@ -1,8 +1,8 @@
 """When the fused path steps aside: small named functions, asked in order at every call and by the report.
 
 Each guard gets a `Call` and returns None or a clause that completes "the fused path was not used because ...". Its
-name is its identifier in tests, its docstring its line in `docs/reasons.md`. Guards read attributes; they touch no data
-on the device and catch nothing.
+name is its identifier in tests, its docstring its line in `docs/reasons.md`. Guards read attributes; they touch no
+data on the device and catch nothing.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from torch.nn.modules import module as module_globals
 from torch.nn.utils import parametrize
 
 from . import quant
-from .config import FastLoraOptions
 from .projection import is_4bit, product_dtype
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -26,23 +25,32 @@ FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 @dataclass(frozen=True)
 class Call:
-    """One call of an adapted layer, or (x is None) the question what the next call would do."""
+    """One call of a projection, or (x is None) the question what the next call would do."""
 
-    layer: Any  # a PEFT LoRA layer
-    names: Sequence[str]  # its active adapters that have weights here
+    layer: Any  # a PEFT LoRA layer; None: a base layer without adapters, a member of a block
+    base: Any  # the base layer
+    names: Sequence[str]  # the active adapters that have weights here
     x: Tensor | None = None
     args: tuple[Any, ...] = ()
     kwargs: Mapping[str, Any] | None = None
-
-    @property
-    def options(self) -> FastLoraOptions:
-        return self.layer.fast_lora_options  # type: ignore[no-any-return]
+    member: bool = False  # of a block, which does not call the layer itself
 
 
 def read_call(layer: Any, x: Tensor | None = None, args: tuple[Any, ...] = (), kwargs: Any = None) -> Call:
-    """The call with the adapters that are active now and exist in this layer, in PEFT's order."""
+    """The call of a LoRA layer with the adapters that are active now and exist here, in PEFT's order."""
+    return Call(layer, layer.base_layer, _active(layer), x, args, kwargs)
+
+
+def read_member(module: Any, x: Tensor | None) -> Call:
+    """The same for a projection inside a block: a fast LoRA layer, or a base layer without adapters."""
+    if hasattr(module, "lora_A"):
+        return Call(module, module.base_layer, _active(module), x, member=True)
+    return Call(None, module, (), x, member=True)
+
+
+def _active(layer: Any) -> list[str]:
     lora_A = layer.lora_A
-    return Call(layer, [name for name in layer.active_adapters if name in lora_A], x, args, kwargs)
+    return [name for name in layer.active_adapters if name in lora_A]
 
 
 @dataclass(frozen=True)
@@ -83,7 +91,7 @@ def no_active_adapter(call: Call) -> str | None:
 
 def switched_off(call: Call) -> str | None:
     """`fuse_linear=False` was chosen."""
-    return None if call.options.fuse_linear else "fuse_linear is False"
+    return None if call.layer.fast_lora_options.fuse_linear else "fuse_linear is False"
 
 
 # -- what the fused arithmetic cannot represent -----------------------------------------------------------------------
@@ -134,8 +142,8 @@ def transposed_base(call: Call) -> str | None:
 
 def unknown_base(call: Call) -> str | None:
     """The base layer is not an `nn.Linear` or `Linear4bit`, or a subclass with a forward of its own."""
-    base = call.layer.base_layer
-    known = is_4bit(base) if _expects_4bit(call.layer) else _is_plain_linear(base)
+    base = call.base
+    known = is_4bit(base) if _expects_4bit(call) else _is_plain_linear(base)
     return None if known else f"the base layer is a {type(base).__module__}.{type(base).__qualname__}"
 
 
@@ -182,7 +190,7 @@ def parametrized(call: Call) -> str | None:
 
 def trainable_base(call: Call) -> str | None:
     """The base weight itself is trained, and the fused node computes no gradient for it."""
-    return "the base weight is trainable" if call.layer.base_layer.weight.requires_grad else None
+    return "the base weight is trainable" if call.base.weight.requires_grad else None
 
 
 def trainable_scaling(call: Call) -> str | None:
@@ -198,7 +206,7 @@ def tensor_subclass(call: Call) -> str | None:
     for name, tensor in _tensors(call):
         if type(tensor) is Tensor or type(tensor) is nn.Parameter:
             continue
-        if name == "the base weight" and _expects_4bit(call.layer) and type(tensor).__name__ == "Params4bit":
+        if name == "the base weight" and _expects_4bit(call) and type(tensor).__name__ == "Params4bit":
             continue
         return f"{name} is a {type(tensor).__module__}.{type(tensor).__qualname__}"
     return None
@@ -207,7 +215,7 @@ def tensor_subclass(call: Call) -> str | None:
 def unknown_weight_dtype(call: Call) -> str | None:
     """A weight is stored in a dtype that is not a plain floating-point one and is no known 4-bit format."""
     for name, tensor in _tensors(call):
-        if name == "the base weight" and is_4bit(call.layer.base_layer):
+        if name == "the base weight" and is_4bit(call.base):
             continue
         if tensor.dtype not in FLOATS:
             return f"{name} has dtype {_short(tensor.dtype)}"
@@ -216,12 +224,12 @@ def unknown_weight_dtype(call: Call) -> str | None:
 
 def unreadable_4bit(call: Call) -> str | None:
     """The 4-bit weight has no quantisation state, or one that cannot be dequantised exactly."""
-    return quant.why_unreadable(call.layer.base_layer) if is_4bit(call.layer.base_layer) else None
+    return quant.why_unreadable(call.base) if is_4bit(call.base) else None
 
 
 def wrong_shape(call: Call) -> str | None:
     """A weight is not there in full (sharded or offloaded parameters are empty outside their own forward)."""
-    base = call.layer.base_layer
+    base = call.base
     shape = tuple((quant.quant_state(base) if is_4bit(base) else base.weight).shape)
     if base.weight.numel() == 0:
         return f"the base weight is empty (shape {list(base.weight.shape)})"
@@ -246,7 +254,7 @@ def mixed_devices(call: Call) -> str | None:
 
 def mixed_dtypes(call: Call) -> str | None:
     """The dtypes of input, base weight and bias, or of lora_A and lora_B, differ where stock would refuse them."""
-    base = call.layer.base_layer
+    base = call.base
     device_type = base.weight.device.type
     for name in call.names:
         lora_A, lora_B = call.layer.lora_A[name].weight, call.layer.lora_B[name].weight
@@ -264,7 +272,7 @@ def mixed_dtypes(call: Call) -> str | None:
 def unfit_input(call: Call) -> str | None:
     """The input is no floating-point tensor with the right number of features."""
     x = call.x
-    if x is None or (x.dtype in FLOATS and x.dim() > 0 and x.shape[-1] == call.layer.in_features):
+    if x is None or (x.dtype in FLOATS and x.dim() > 0 and x.shape[-1] == call.base.in_features):
         return None
     return f"the input has shape {list(x.shape)} and dtype {_short(x.dtype)}"
 
@@ -282,20 +290,13 @@ Guard = Callable[[Call], str | None]
 
 INTENDED: tuple[Guard, ...] = (adapters_disabled, adapter_merged, mixed_adapters, no_active_adapter, switched_off)
 
-GUARDS: tuple[Guard, ...] = (
-    *INTENDED,
-    extra_arguments,
-    lora_variant,
-    dropout_active,
-    input_casting_off,
-    transposed_base,
+# for a base layer without adapters too
+BASE_GUARDS: tuple[Guard, ...] = (
     unknown_base,
-    unknown_lora_module,
     hooked,
     globally_hooked,
     parametrized,
     trainable_base,
-    trainable_scaling,
     tensor_subclass,
     unknown_weight_dtype,
     unreadable_4bit,
@@ -306,10 +307,26 @@ GUARDS: tuple[Guard, ...] = (
     traced,
 )
 
+LORA_GUARDS: tuple[Guard, ...] = (
+    lora_variant,
+    dropout_active,
+    input_casting_off,
+    transposed_base,
+    unknown_lora_module,
+    trainable_scaling,
+    *BASE_GUARDS,
+)
+
+GUARDS: tuple[Guard, ...] = (*INTENDED, extra_arguments, *LORA_GUARDS)
+
+# A block computes a layer none of whose adapters is active as its base layer alone, and has a switch of its own.
+MEMBER_GUARDS: tuple[Guard, ...] = (adapters_disabled, adapter_merged, *LORA_GUARDS)
+
 
 def why_not(call: Call) -> Refusal | None:
     """The first reason why this call must run stock, or None where it can be fused."""
-    for guard in GUARDS:
+    guards = GUARDS if not call.member else BASE_GUARDS if call.layer is None else MEMBER_GUARDS
+    for guard in guards:
         reason = guard(call)
         if reason is not None:
             return Refusal(guard.__name__, reason, guard in INTENDED)
@@ -324,13 +341,15 @@ def _is_plain_linear(module: nn.Module) -> bool:
     return isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
 
 
-def _expects_4bit(layer: Any) -> bool:
-    return bool(layer.fast_lora_4bit)
+def _expects_4bit(call: Call) -> bool:
+    return is_4bit(call.base) if call.layer is None else bool(call.layer.fast_lora_4bit)
 
 
 def _parts(call: Call) -> list[tuple[str, nn.Module]]:
-    """The submodules that stock would call and the fused node does not."""
-    parts = [("base_layer", call.layer.base_layer)]
+    """The modules that stock would call and the fused node does not."""
+    parts = [("base_layer", call.base)]
+    if call.member and call.layer is not None:
+        parts.append(("the layer", call.layer))
     for name in call.names:
         parts += [(part, getattr(call.layer, part)[name]) for part in ("lora_A", "lora_B", "lora_dropout")]
     return parts
@@ -338,7 +357,7 @@ def _parts(call: Call) -> list[tuple[str, nn.Module]]:
 
 def _tensors(call: Call) -> list[tuple[str, Tensor]]:
     """The tensors that the fused node reads."""
-    base = call.layer.base_layer
+    base = call.base
     found = [("the base weight", base.weight), ("the base bias", base.bias), ("the input", call.x)]
     for name in call.names:
         lora_B = call.layer.lora_B[name]

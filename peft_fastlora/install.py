@@ -11,6 +11,8 @@ from torch import nn
 
 from . import layer as fast_layers
 from .config import FastLoraOptions
+from .detect import Block, block_of
+from .gated_mlp import FastLoraGatedMLP, gated_mlp_class
 from .layer import FastLoraLayer, FastLoraLinear
 
 
@@ -20,12 +22,17 @@ def lora_layers(model: nn.Module) -> list[tuple[str, Any]]:
 
 
 def install(model: nn.Module, options: FastLoraOptions) -> None:
-    """Give every stock layer that has a fast class that class; fast layers get the new options. Idempotent."""
+    """Give every stock layer and block that has a fast class that class. Idempotent; all get the options."""
     for module in model.modules():
+        if not _is_fast(module) and why_not_installed(module) is None:
+            _change_class(module, _fast_class(type(module)))
         if isinstance(module, FastLoraLayer):
             _set_options(module, options)
-        elif why_not_installed(module) is None:
-            _change_class(module, _fast_class(type(module)))
+    for module in model.modules():  # owners second: a block is one if layers inside are fast
+        block = None if _is_fast(module) or not fast_children(module) else block_of(module)
+        if isinstance(block, Block):
+            _change_class(module, gated_mlp_class(type(module), block))
+        if isinstance(module, FastLoraGatedMLP):
             _set_options(module, options)
 
 
@@ -35,8 +42,20 @@ def remove(model: nn.Module) -> None:
         remove_from(module)
 
 
+def remove_idle_blocks(model: nn.Module) -> None:
+    """Give blocks whose layers all became stock their stock class back."""
+    for module in model.modules():
+        if isinstance(module, FastLoraGatedMLP) and not fast_children(module):
+            remove_from(module)
+
+
+def fast_children(module: Any) -> list[str]:
+    """The names of the fast layers that the module owns directly."""
+    return [name for name, child in module._modules.items() if isinstance(child, FastLoraLayer)]
+
+
 def remove_from(module: Any) -> None:
-    """Give one layer its stock class back. A class that somebody put over ours (FSDP2) is left alone."""
+    """Give one module its stock class back. A class that somebody put over ours (FSDP2) is left alone."""
     stock = _stock_class(type(module))
     if stock is not None:
         _change_class(module, stock)
@@ -63,9 +82,12 @@ def _fast_class(stock: type) -> Any:
 
 
 def _stock_class(fast: type) -> Any:
-    """The class from which `install` made this one, or None if it is not one of ours."""
-    is_ours = fast.__module__ == fast_layers.__name__ and issubclass(fast, FastLoraLayer)
-    return fast.__mro__[2] if is_ours else None  # fast class, mixin, stock class
+    """The class that `install` replaced by this one, or None if it is not one of ours (but maybe a subclass)."""
+    return fast.__dict__.get("fast_lora_stock")
+
+
+def _is_fast(module: nn.Module) -> bool:
+    return isinstance(module, (FastLoraLayer, FastLoraGatedMLP))
 
 
 def _set_options(module: Any, options: FastLoraOptions) -> None:

@@ -48,6 +48,8 @@ class FastLoraLayer:
 class FastLoraLinear(FastLoraLayer, Linear):
     """`peft.tuners.lora.Linear` over an `nn.Linear`, fused."""
 
+    fast_lora_stock = Linear
+
 
 def strict_error(layer: Any, refusal: Refusal) -> RuntimeError:
     shape = f"{layer.in_features} -> {layer.out_features}"
@@ -63,6 +65,7 @@ def __getattr__(name: str) -> Any:
     class FastLoraLinear4bit(FastLoraLayer, Linear4bit):
         """`peft.tuners.lora.Linear4bit` over a bitsandbytes `Linear4bit` (NF4, FP4), fused."""
 
+        fast_lora_stock = Linear4bit
         fast_lora_4bit = True
 
     FastLoraLinear4bit.__qualname__ = FastLoraLinear4bit.__name__  # importable by name, so it pickles

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from . import quant
 
-# A slot holds a tensor or None; in the structures that `Layout.rebuild` makes also a flag (is its gradient wanted?) or a
-# gradient. One structure for all of them is the point of this module, so the type checker is told no more than that.
+# A slot holds a tensor or None; in the structures that `Layout.rebuild` makes also a flag (is its gradient wanted?) or
+# a gradient. One structure for all of them is the point of this module, so the type checker is told no more than that.
 Slot = Any
 
 
@@ -69,6 +69,11 @@ class Layout:
     """The structure of a group of projections, without any tensor."""
 
     projections: tuple[Projection, ...]
+
+    @property
+    def slots(self) -> int:
+        """How many tensors, or Nones in their places, `flatten` gave."""
+        return sum(len(projection.tensors()) for projection in self.projections)
 
     def rebuild(self, values: Iterable[Any]) -> tuple[Projection, ...]:
         """The same projections around other values, in the order in which `flatten` gave the tensors."""

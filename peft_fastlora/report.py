@@ -8,8 +8,9 @@ from typing import Any
 
 from torch import nn
 
+from .gated_mlp import FastLoraGatedMLP, read_block, why_not_block
 from .guards import read_call, why_not
-from .install import lora_layers, why_not_installed
+from .install import fast_children, lora_layers, why_not_installed
 from .layer import FastLoraLayer
 
 NOT_WRAPPED = (
@@ -23,9 +24,9 @@ class FusionRow:
     """One adapted layer, or one block of them that runs as one node."""
 
     name: str
-    kind: str  # "linear"
+    kind: str  # "gated_mlp" or "linear"
     path: str  # "fused" or "stock"
-    reason: str | None  # completes "the fused path was not used because ..."
+    reason: str | None  # stock: completes "the fused path was not used because ..."; fused: why no larger node has it
     members: tuple[str, ...]
 
 
@@ -65,12 +66,36 @@ def fusion_report(model: nn.Module) -> FusionReport:
     layers = lora_layers(model)
     if not layers:
         raise ValueError(NOT_WRAPPED.format(type(model).__name__))
-    return FusionReport(tuple(_row(name, layer) for name, layer in layers))
+    rows, notes = _block_rows(model)
+    covered = {member for row in rows.values() for member in row.members}
+    for name, layer in layers:
+        if name not in covered:
+            rows[name] = _layer_row(name, layer, notes.get(name))
+    return FusionReport(tuple(rows[name] for name, _ in model.named_modules() if name in rows))
 
 
-def _row(name: str, layer: Any) -> FusionRow:
+def _block_rows(model: nn.Module) -> tuple[dict[str, FusionRow], dict[str, str]]:
+    """The rows of blocks that run as one node, and for layers in other blocks why the block does not."""
+    rows: dict[str, FusionRow] = {}
+    notes: dict[str, str] = {}
+    for name, module in model.named_modules():
+        if not isinstance(module, FastLoraGatedMLP):
+            continue
+        members = tuple(f"{name}.{child}" if name else child for child in fast_children(module))
+        refusal = why_not_block(read_block(module))
+        if refusal is None:
+            rows[name] = FusionRow(name, "gated_mlp", "fused", None, members)
+        else:
+            notes.update((member, f"not as one block: {refusal.reason}") for member in members)
+    return rows, notes
+
+
+def _layer_row(name: str, layer: Any, note: str | None) -> FusionRow:
+    """The row of a layer that runs alone; a fused one may still say why it is not part of a larger node."""
     reason = _reason(layer)
-    return FusionRow(name, "linear", "fused" if reason is None else "stock", reason, (name,))
+    if reason is not None:
+        return FusionRow(name, "linear", "stock", reason, (name,))
+    return FusionRow(name, "linear", "fused", note, (name,))
 
 
 def _reason(layer: Any) -> str | None:

@@ -1,0 +1,194 @@
+"""`FastLoraGatedMLP`: an MLP block whose forward and backward are one autograd node.
+
+A module whose forward was recognised (`detect`) gets a subclass of its own class with this mixin in front, so
+`super().forward` is the model's own code. The projections inside stay fast LoRA layers of their own and run one by one
+whenever the block as a whole steps aside.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from torch import Tensor, nn
+
+from .activations import Activation, activation_of
+from .config import FastLoraOptions
+from .detect import Block
+from .functions import lora_mlp
+from .guards import Call, Refusal, read_member, why_not
+from .layer import FastLoraLayer
+from .mlp import Combine
+from .projection import Projection, read_base, read_projection
+
+
+class FastLoraGatedMLP:
+    """Mixin in front of the class of an MLP block. No `BaseTunerLayer`: PEFT must go on to the layers inside."""
+
+    fast_lora_stock: ClassVar[type]  # the class that the module had
+    fast_lora_block: ClassVar[Block]
+    fast_lora_options: FastLoraOptions  # in the instance
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """[..., in] -> [..., out], equal to the stock block's result."""
+        call = read_block(self, args, kwargs)
+        plan = plan_block(call)
+        if isinstance(plan, Refusal):
+            return super().forward(*args, **kwargs)  # type: ignore[misc]
+        options = self.fast_lora_options
+        keep_outputs = options.recompute == "activation"
+        return lora_mlp(call.x, plan.inputs, plan.down, plan.combine, keep_outputs, options.chunk_size)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickle and copy by the stock class: ours is made at run time and has no name to import."""
+        _, (_, *args), *state = super().__reduce_ex__(protocol)
+        return (rebuild_module, (self.fast_lora_stock, self.fast_lora_block, *args), *state)
+
+
+@dataclass(frozen=True)
+class BlockCall:
+    """One call of an MLP block, or (x is None) the question what the next call would do."""
+
+    module: Any
+    block: Block
+    x: Any
+    extra: bool  # called with something else than its one tensor
+
+
+@dataclass(frozen=True)
+class BlockPlan:
+    inputs: tuple[Projection, ...]
+    down: Projection
+    combine: Combine
+
+
+def read_block(module: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> BlockCall:
+    values = [*args, *(kwargs or {}).values()]
+    return BlockCall(module, module.fast_lora_block, values[0] if values else None, extra=len(args) > 1 or bool(kwargs))
+
+
+# -- guards of the whole block, as in `guards` ------------------------------------------------------------------------
+
+
+def switched_off(call: BlockCall) -> str | None:
+    """`fuse_mlp=False` was chosen."""
+    return None if call.module.fast_lora_options.fuse_mlp else "fuse_mlp is False"
+
+
+def nothing_adapted(call: BlockCall) -> str | None:
+    """No projection of the block has an active adapter."""
+    members = [call.module._modules[name] for name in call.block.projections]
+    active = any(isinstance(m, FastLoraLayer) and read_member(m, None).names for m in members)
+    return None if active else "no projection of the block has an active adapter"
+
+
+def other_arguments(call: BlockCall) -> str | None:
+    """The block was called with anything but one tensor by position."""
+    if call.extra or (call.x is not None and not isinstance(call.x, Tensor)):
+        return "the block was called with other arguments than one tensor"
+    return None
+
+
+def one_module_twice(call: BlockCall) -> str | None:
+    """Two projections of the block are one module."""
+    members = [id(call.module._modules[name]) for name in call.block.projections]
+    return "two projections are the same module" if len(set(members)) < len(members) else None
+
+
+def unknown_member(call: BlockCall) -> str | None:
+    """A projection is neither a fast LoRA layer nor a plain Linear."""
+    for name in call.block.projections:
+        member = call.module._modules[name]
+        if hasattr(member, "lora_A") and not isinstance(member, FastLoraLayer):
+            return f"{name} is a {type(member).__module__}.{type(member).__qualname__}"
+        if not isinstance(member, (FastLoraLayer, nn.Linear)):
+            return f"{name} is a {type(member).__module__}.{type(member).__qualname__}"
+    return None
+
+
+def unknown_activation(call: BlockCall) -> str | None:
+    """The activation is not in the table of `activations`, or was changed on the instance."""
+    activation = call.block.activation
+    if isinstance(activation, Activation):
+        return None
+    module = call.module._modules[activation]
+    if module is None or activation_of(module) is None:
+        return f"the activation {type(module).__module__}.{type(module).__qualname__} is not known"
+    if "forward" in module.__dict__ or module._forward_hooks or module._forward_pre_hooks or module._backward_hooks:
+        return f"the activation {activation} has hooks or a replaced forward"
+    return None
+
+
+BLOCK_GUARDS: tuple[Callable[[BlockCall], str | None], ...] = (
+    switched_off,
+    nothing_adapted,
+    other_arguments,
+    one_module_twice,
+    unknown_member,
+    unknown_activation,
+)
+INTENDED = (switched_off, nothing_adapted)
+
+
+def why_not_block(call: BlockCall) -> Refusal | None:
+    """The first reason why the block must run as its stock forward, or None where it can be one node."""
+    for guard in BLOCK_GUARDS:
+        reason = guard(call)
+        if reason is not None:
+            return Refusal(guard.__name__, reason, guard in INTENDED)
+    for name in call.block.inputs:
+        refusal = _why_not_member(call, name, call.x)
+        if refusal is not None:
+            return refusal
+    return _why_not_member(call, call.block.down, None)
+
+
+def plan_block(call: BlockCall) -> BlockPlan | Refusal:
+    """What the node computes for this call, or why it must not."""
+    refusal = why_not_block(call)
+    if refusal is not None:
+        return refusal
+    inputs = tuple(_read(call, name, call.x) for name in call.block.inputs)
+    if len({projection.out_dtype for projection in inputs}) > 1:
+        return Refusal("unequal_dtypes", "gate and up have different dtypes", intended=False)
+    members = call.module._modules
+    hidden = call.x.new_empty((0, members[call.block.down].in_features), dtype=inputs[0].out_dtype)
+    refusal = _why_not_member(call, call.block.down, hidden)
+    if refusal is not None:
+        return refusal
+    activation = call.block.activation
+    if isinstance(activation, str):
+        activation = activation_of(members[activation])  # type: ignore[assignment]
+    combine = Combine(call.block.form, call.block.gate, activation)  # type: ignore[arg-type]
+    return BlockPlan(inputs, _read(call, call.block.down, hidden), combine)
+
+
+def _why_not_member(call: BlockCall, name: str, x: Tensor | None) -> Refusal | None:
+    refusal = why_not(read_member(call.module._modules[name], x))
+    return None if refusal is None else Refusal(refusal.guard, f"{name}: {refusal.reason}", refusal.intended)
+
+
+def _read(call: BlockCall, name: str, x: Tensor) -> Projection:
+    member: Call = read_member(call.module._modules[name], x)
+    return read_base(member.base, x) if member.layer is None else read_projection(member.layer, member.names, x)
+
+
+# -- the classes ------------------------------------------------------------------------------------------------------
+
+_classes: dict[tuple[type, Block], type] = {}
+
+
+def gated_mlp_class(stock: type, block: Block) -> type:
+    """The subclass of `stock` that runs `block` as one node; one class for each pair."""
+    key = (stock, block)
+    if key not in _classes:
+        names = {"fast_lora_stock": stock, "fast_lora_block": block, "__module__": __name__}
+        _classes[key] = type(f"FastLora{stock.__name__}", (FastLoraGatedMLP, stock), names)
+    return _classes[key]
+
+
+def rebuild_module(stock: type, block: Block, *args: Any) -> Any:
+    """What pickle calls: an empty module of the fast class."""
+    fast: Any = gated_mlp_class(stock, block)
+    return fast.__new__(fast, *args)
