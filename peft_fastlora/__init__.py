@@ -12,6 +12,7 @@ from .gated_mlp import FastLoraGatedMLP
 from .layer import FastLoraLayer, FastLoraLinear
 from .model import FastLoraModel, fuse, register, unfuse, unregister
 from .report import FusionReport, fusion_report
+from .shared_input import FastLoraSharedInput
 
 __version__ = "0.1.0.dev0"
 
@@ -22,6 +23,7 @@ __all__ = [
     "FastLoraLinear",
     "FastLoraModel",
     "FastLoraOptions",
+    "FastLoraSharedInput",
     "FusionReport",
     "fuse",
     "fusion_report",

@@ -108,12 +108,12 @@ _PLAIN.update({getattr(hf, name): activation for name, activation in _TRANSFORME
 
 
 def activation_of(module: nn.Module) -> Activation | None:
-    """The known activation that this module computes now, or None. Reads the object, since a config may say otherwise."""
+    """The known activation that this module computes now, or None. It reads the object, not a configuration."""
     exact = type(module)
     if exact in _PLAIN:
         return _PLAIN[exact]
     if exact is nn.GELU:
-        return {"none": GELU, "tanh": GELU_TANH}.get(module.approximate)  # type: ignore[arg-type]
+        return {"none": GELU, "tanh": GELU_TANH}.get(str(module.approximate))
     if exact is hf.GELUActivation:
         return GELU if _is_act(module, F.gelu, "_gelu_python") else None
     if exact is hf.PytorchGELUTanh:

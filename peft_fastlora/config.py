@@ -15,7 +15,7 @@ from peft import LoraConfig, PeftType
 SIDE_FILE = "fast_lora_config.json"
 
 # Options whose capability is not built yet: anything but the default is refused rather than ignored.
-NOT_YET_SUPPORTED = ("fuse_qkv", "lora_compute_dtype")
+NOT_YET_SUPPORTED = ("lora_compute_dtype",)
 
 CHOICES = {"lora_compute_dtype": ("adapter", "base"), "recompute": ("activation", "projections")}
 

@@ -136,7 +136,7 @@ def lora_B_gradients(
     ranks: Sequence[Tensor | None],
 ) -> list[Tensor | None]:
     """dB = dY^T h of each adapter, or None where nobody asked. `ranks`: h_a, None where lora_B needs no gradient."""
-    hs = iter(ranks)
+    hs: Iterator[Any] = iter(ranks)
     gradients: list[Tensor | None] = []
     for grad, projection, need in zip(grads, projections, needs, strict=True):
         for adapter, wanted in zip(projection.adapters, need.adapters, strict=True):

@@ -1,15 +1,15 @@
 """Which modules are MLP blocks: found out by what their forward does, not by what they or their children are called.
 
-The forward that a module really has is run once on a symbolic stand-in. The only things it may do are to call children,
-each once, and to multiply:
+The forward that a module really has is run once on a symbolic stand-in. The only things it may do are to call
+children, each once, and to multiply:
 
     down(act(gate(x)) * up(x))                 gated, factors in either order
     gate, up = gate_up(x).chunk(2, -1)         packed: one projection for both
     down(act(up(x)))                           plain
 
-A look at the bytecode first makes this sound: a plain function of (self, x) whose names are the children and nothing that
-could read other state, so it does the same at every later call, in training and in evaluation. All else is refused with
-a reason.
+A look at the bytecode first makes this sound: a plain function of (self, x) whose names are the children and nothing
+that could read other state, so it does the same at every later call, in training and in evaluation. All else is
+refused with a reason.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from __future__ import annotations
 import types
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 from torch import nn
@@ -56,7 +56,7 @@ def block_of(module: nn.Module) -> Block | str:
     return _block_of_function(type(module).forward, frozenset(module._modules))
 
 
-@lru_cache(maxsize=None)
+@cache
 def _block_of_function(function: Any, children: frozenset[str]) -> Block | str:
     reason = _why_not_plain(function, children)
     if reason is not None:
@@ -68,7 +68,7 @@ def _block_of_function(function: Any, children: frozenset[str]) -> Block | str:
         return str(refused)
     except Exception as error:  # an operation that `Value` does not have: whatever it raises, this is no block
         return f"its forward does something else than calling children and multiplying ({error})"
-    return _match(result, owner.calls)
+    return _match(result, owner.__dict__["calls"])
 
 
 def _why_not_plain(function: Any, children: frozenset[str]) -> str | None:
@@ -117,17 +117,16 @@ class _Owner:
     """Stands in for `self`: children can be called, everything else is refused."""
 
     def __init__(self, children: frozenset[str]) -> None:
-        object.__setattr__(self, "children", children)
-        object.__setattr__(self, "calls", [])
+        self.__dict__.update(children=children, calls=[])
 
     def __getattr__(self, name: str) -> Callable[..., Value]:
-        if name not in self.children:
+        if name not in self.__dict__["children"]:
             raise Refused(f"its forward reads self.{name}")
 
         def child(*args: Any, **kwargs: Any) -> Value:
             if len(args) != 1 or kwargs or not isinstance(args[0], Value):
                 raise Refused(f"its forward calls {name} with more than one tensor")
-            self.calls.append(name)
+            self.__dict__["calls"].append(name)
             return Value("call", (name, args[0]))
 
         return child

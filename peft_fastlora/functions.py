@@ -19,7 +19,7 @@ from torch.autograd.function import Function, once_differentiable
 
 from .core import group_backward, group_forward, lora_B_gradients
 from .mlp import MLP, Combine, MLPNeeds, mlp_backward, mlp_forward
-from .projection import Layout, Projection, flatten
+from .projection import Layout, Projection, autocast_enabled, flatten
 
 
 def lora_group(x: Tensor, projections: Sequence[Projection]) -> tuple[Tensor, ...]:
@@ -131,7 +131,8 @@ class LoraGatedMLPFunction(Function):
         n_outputs, n_ranks = len(mlp.inputs), len(mlp.down.adapters)
         grads = plan.chunks(_rows(grad))
         xs = plan.chunks(_rows(x)) if x is not None else (None,) * len(grads)
-        dxs, totals = [], None
+        dxs: list[Any] = []
+        totals: Any = None
         with without_autocast(grad):
             for dy, rows in zip(grads, xs, strict=True):
                 outputs = list(islice(kept, n_outputs)) if plan.keep_outputs else group_forward(rows, mlp.inputs)[0]
@@ -188,7 +189,7 @@ def _concat(parts: Sequence[Tensor]) -> Tensor:
 def without_autocast(tensor: Tensor) -> AbstractContextManager[Any]:
     """Autocast off for the device of `tensor`: the dtypes were settled when the projections were read."""
     device_type = tensor.device.type
-    if torch.is_autocast_enabled(device_type):
+    if autocast_enabled(device_type):
         return torch.autocast(device_type, enabled=False)
     return nullcontext()
 

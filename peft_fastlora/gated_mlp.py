@@ -1,8 +1,8 @@
 """`FastLoraGatedMLP`: an MLP block whose forward and backward are one autograd node.
 
 A module whose forward was recognised (`detect`) gets a subclass of its own class with this mixin in front, so
-`super().forward` is the model's own code. The projections inside stay fast LoRA layers of their own and run one by one
-whenever the block as a whole steps aside.
+`super().forward` is the model's own code. The projections inside stay fast LoRA layers of their own and run without
+the block whenever it steps aside.
 """
 
 from __future__ import annotations
@@ -14,36 +14,29 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 
 from .activations import Activation, activation_of
-from .config import FastLoraOptions
 from .detect import Block
 from .functions import lora_mlp
 from .guards import Call, Refusal, read_member, why_not
 from .layer import FastLoraLayer
 from .mlp import Combine
 from .projection import Projection, read_base, read_projection
+from .shared_input import FastLoraSharedInput
 
 
-class FastLoraGatedMLP:
-    """Mixin in front of the class of an MLP block. No `BaseTunerLayer`: PEFT must go on to the layers inside."""
+class FastLoraGatedMLP(FastLoraSharedInput):
+    """Mixin in front of the class of an MLP block. A block that steps aside still shares its input where it can."""
 
-    fast_lora_stock: ClassVar[type]  # the class that the module had
     fast_lora_block: ClassVar[Block]
-    fast_lora_options: FastLoraOptions  # in the instance
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """[..., in] -> [..., out], equal to the stock block's result."""
         call = read_block(self, args, kwargs)
         plan = plan_block(call)
         if isinstance(plan, Refusal):
-            return super().forward(*args, **kwargs)  # type: ignore[misc]
+            return super().forward(*args, **kwargs)
         options = self.fast_lora_options
         keep_outputs = options.recompute == "activation"
         return lora_mlp(call.x, plan.inputs, plan.down, plan.combine, keep_outputs, options.chunk_size)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickle and copy by the stock class: ours is made at run time and has no name to import."""
-        _, (_, *args), *state = super().__reduce_ex__(protocol)
-        return (rebuild_module, (self.fast_lora_stock, self.fast_lora_block, *args), *state)
 
 
 @dataclass(frozen=True)
@@ -64,8 +57,8 @@ class BlockPlan:
 
 
 def read_block(module: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> BlockCall:
-    values = [*args, *(kwargs or {}).values()]
-    return BlockCall(module, module.fast_lora_block, values[0] if values else None, extra=len(args) > 1 or bool(kwargs))
+    x = args[0] if args else None
+    return BlockCall(module, module.fast_lora_block, x, extra=len(args) > 1 or bool(kwargs))
 
 
 # -- guards of the whole block, as in `guards` ------------------------------------------------------------------------
@@ -172,23 +165,3 @@ def _why_not_member(call: BlockCall, name: str, x: Tensor | None) -> Refusal | N
 def _read(call: BlockCall, name: str, x: Tensor) -> Projection:
     member: Call = read_member(call.module._modules[name], x)
     return read_base(member.base, x) if member.layer is None else read_projection(member.layer, member.names, x)
-
-
-# -- the classes ------------------------------------------------------------------------------------------------------
-
-_classes: dict[tuple[type, Block], type] = {}
-
-
-def gated_mlp_class(stock: type, block: Block) -> type:
-    """The subclass of `stock` that runs `block` as one node; one class for each pair."""
-    key = (stock, block)
-    if key not in _classes:
-        names = {"fast_lora_stock": stock, "fast_lora_block": block, "__module__": __name__}
-        _classes[key] = type(f"FastLora{stock.__name__}", (FastLoraGatedMLP, stock), names)
-    return _classes[key]
-
-
-def rebuild_module(stock: type, block: Block, *args: Any) -> Any:
-    """What pickle calls: an empty module of the fast class."""
-    fast: Any = gated_mlp_class(stock, block)
-    return fast.__new__(fast, *args)

@@ -322,10 +322,21 @@ GUARDS: tuple[Guard, ...] = (*INTENDED, extra_arguments, *LORA_GUARDS)
 # A block computes a layer none of whose adapters is active as its base layer alone, and has a switch of its own.
 MEMBER_GUARDS: tuple[Guard, ...] = (adapters_disabled, adapter_merged, *LORA_GUARDS)
 
+# A group, too, has a switch of its own; and its members are called one by one as ever.
+GROUP_GUARDS: tuple[Guard, ...] = tuple(guard for guard in GUARDS if guard is not switched_off)
+
 
 def why_not(call: Call) -> Refusal | None:
     """The first reason why this call must run stock, or None where it can be fused."""
-    guards = GUARDS if not call.member else BASE_GUARDS if call.layer is None else MEMBER_GUARDS
+    return _first(GUARDS if not call.member else BASE_GUARDS if call.layer is None else MEMBER_GUARDS, call)
+
+
+def why_not_grouped(call: Call) -> Refusal | None:
+    """The same for a layer in a group of layers that read one tensor."""
+    return _first(GROUP_GUARDS, call)
+
+
+def _first(guards: Sequence[Guard], call: Call) -> Refusal | None:
     for guard in guards:
         reason = guard(call)
         if reason is not None:

@@ -8,12 +8,14 @@ from typing import Any
 
 from peft.tuners.lora.layer import Linear, LoraLayer
 from torch import nn
+from transformers import PreTrainedModel
 
 from . import layer as fast_layers
 from .config import FastLoraOptions
 from .detect import Block, block_of
-from .gated_mlp import FastLoraGatedMLP, gated_mlp_class
+from .gated_mlp import FastLoraGatedMLP
 from .layer import FastLoraLayer, FastLoraLinear
+from .shared_input import FastLoraSharedInput, fast_children, owner_class
 
 
 def lora_layers(model: nn.Module) -> list[tuple[str, Any]]:
@@ -28,12 +30,27 @@ def install(model: nn.Module, options: FastLoraOptions) -> None:
             _change_class(module, _fast_class(type(module)))
         if isinstance(module, FastLoraLayer):
             _set_options(module, options)
-    for module in model.modules():  # owners second: a block is one if layers inside are fast
-        block = None if _is_fast(module) or not fast_children(module) else block_of(module)
-        if isinstance(block, Block):
-            _change_class(module, gated_mlp_class(type(module), block))
-        if isinstance(module, FastLoraGatedMLP):
+    for module in model.modules():  # owners second: a module is one if layers inside are fast
+        if not _is_fast(module):
+            owner = _owner_class(module)
+            if owner is not None:
+                _change_class(module, owner)
+        if isinstance(module, FastLoraSharedInput):
             _set_options(module, options)
+
+
+def _owner_class(module: nn.Module) -> Any:
+    """The fast class for a module that owns fast layers: an MLP block, or two or more that may share a tensor."""
+    layers = fast_children(module)
+    block = block_of(module) if layers else None
+    if isinstance(block, Block):
+        return owner_class(FastLoraGatedMLP, type(module), block)
+    # `nn.Sequential` chains its children, a container calls none, and transformers writes the class names of its
+    # models into files.
+    may_share = not isinstance(module, (nn.Sequential, PreTrainedModel)) and "forward" not in module.__dict__
+    if len(layers) < 2 or not may_share or type(module).forward is nn.Module.forward:
+        return None
+    return owner_class(FastLoraSharedInput, type(module))
 
 
 def remove(model: nn.Module) -> None:
@@ -42,16 +59,11 @@ def remove(model: nn.Module) -> None:
         remove_from(module)
 
 
-def remove_idle_blocks(model: nn.Module) -> None:
-    """Give blocks whose layers all became stock their stock class back."""
+def remove_idle_owners(model: nn.Module) -> None:
+    """Give modules whose layers all became stock their stock class back."""
     for module in model.modules():
-        if isinstance(module, FastLoraGatedMLP) and not fast_children(module):
+        if isinstance(module, FastLoraSharedInput) and not fast_children(module):
             remove_from(module)
-
-
-def fast_children(module: Any) -> list[str]:
-    """The names of the fast layers that the module owns directly."""
-    return [name for name, child in module._modules.items() if isinstance(child, FastLoraLayer)]
 
 
 def remove_from(module: Any) -> None:
@@ -59,7 +71,8 @@ def remove_from(module: Any) -> None:
     stock = _stock_class(type(module))
     if stock is not None:
         _change_class(module, stock)
-        del module.fast_lora_options
+        for name in ("fast_lora_options", "fast_lora_pattern", "fast_lora_upcoming"):
+            module.__dict__.pop(name, None)
 
 
 def why_not_installed(module: nn.Module) -> str | None:
@@ -87,7 +100,7 @@ def _stock_class(fast: type) -> Any:
 
 
 def _is_fast(module: nn.Module) -> bool:
-    return isinstance(module, (FastLoraLayer, FastLoraGatedMLP))
+    return isinstance(module, (FastLoraLayer, FastLoraSharedInput))
 
 
 def _set_options(module: Any, options: FastLoraOptions) -> None:

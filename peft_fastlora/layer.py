@@ -15,6 +15,7 @@ from .config import FastLoraOptions
 from .functions import lora_group
 from .guards import Refusal, read_call, why_not
 from .projection import read_projection
+from .scope import scope_of
 
 
 class FastLoraLayer:
@@ -28,6 +29,16 @@ class FastLoraLayer:
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """[..., in] -> [..., out], equal to the stock layer's result in value, shape and dtype."""
+        scope = None if args or kwargs else scope_of(self)
+        if scope is None:
+            return self._forward_alone(x, *args, **kwargs)
+        y = scope.call(self, x)
+        if y is None:
+            y = self._forward_alone(x)
+        scope.watch(y)
+        return y
+
+    def _forward_alone(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         call = read_call(self, x, args, kwargs)
         refusal = why_not(call)
         if refusal is None:

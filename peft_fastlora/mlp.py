@@ -114,8 +114,8 @@ def mlp_backward(
     joined = mlp.combine.backward(d_hidden.to(hidden.dtype), activated, outputs)
     del hidden, activated, d_hidden  # [tokens, f] each: not needed for the rest
     grads = torch.split(joined, [output.shape[1] for output in outputs], dim=1)
-    dBs = _input_lora_B_gradients(joined, grads, rows, mlp, needs)
-    dx, inputs = group_backward(grads, rows, mlp.inputs, needs.inputs, needs.x, dBs)
+    input_dBs = _input_lora_B_gradients(joined, grads, rows, mlp, needs)
+    dx, inputs = group_backward(grads, rows, mlp.inputs, needs.inputs, needs.x, input_dBs)
     return dx, inputs + down
 
 

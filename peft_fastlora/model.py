@@ -11,7 +11,7 @@ from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING, PEFT_TYPE_TO_TUNER_MAPPING
 from torch import nn
 
 from .config import OPTION_NAMES, FastLoraConfig, FastLoraOptions
-from .install import install, lora_layers, remove, remove_idle_blocks, why_not_installed
+from .install import install, lora_layers, remove, remove_idle_owners, why_not_installed
 from .layer import FastLoraLayer
 from .report import NOT_WRAPPED, FusionReport, fusion_report
 
@@ -37,7 +37,7 @@ class FastLoraModel(LoraModel):
     def delete_adapter(self, adapter_name: str) -> None:
         """As PEFT's; layers and blocks that lost their last adapter are stock again."""
         super().delete_adapter(adapter_name)
-        remove_idle_blocks(self.model)
+        remove_idle_owners(self.model)
 
     def _withdraw(self, adapter_name: str) -> None:
         """Take back an adapter that was injected a moment ago."""

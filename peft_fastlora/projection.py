@@ -89,9 +89,14 @@ def flatten(projections: Sequence[Projection]) -> tuple[Layout, tuple[Slot, ...]
 
 def product_dtype(dtype: torch.dtype, device_type: str) -> torch.dtype:
     """The dtype in which a matrix product of `dtype` operands runs now: autocast changes all but float64."""
-    if dtype is not torch.float64 and torch.is_autocast_enabled(device_type):
+    if dtype is not torch.float64 and autocast_enabled(device_type):
         return torch.get_autocast_dtype(device_type)
     return dtype
+
+
+def autocast_enabled(device_type: str) -> bool:
+    """Whether autocast is on for a kind of device; some, like meta, have none."""
+    return torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)
 
 
 def read_base(base_layer: Any, x: Tensor) -> Projection:

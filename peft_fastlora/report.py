@@ -10,8 +10,10 @@ from torch import nn
 
 from .gated_mlp import FastLoraGatedMLP, read_block, why_not_block
 from .guards import read_call, why_not
-from .install import fast_children, lora_layers, why_not_installed
+from .install import lora_layers, why_not_installed
 from .layer import FastLoraLayer
+from .scope import next_pattern, usable_members
+from .shared_input import FastLoraSharedInput, fast_children
 
 NOT_WRAPPED = (
     "no LoRA layer found in {}: wrap the model first, get_peft_model(model, FastLoraConfig(...)), or pass the model "
@@ -24,7 +26,7 @@ class FusionRow:
     """One adapted layer, or one block of them that runs as one node."""
 
     name: str
-    kind: str  # "gated_mlp" or "linear"
+    kind: str  # "gated_mlp", "shared_input" or "linear"
     path: str  # "fused" or "stock"
     reason: str | None  # stock: completes "the fused path was not used because ..."; fused: why no larger node has it
     members: tuple[str, ...]
@@ -66,28 +68,43 @@ def fusion_report(model: nn.Module) -> FusionReport:
     layers = lora_layers(model)
     if not layers:
         raise ValueError(NOT_WRAPPED.format(type(model).__name__))
-    rows, notes = _block_rows(model)
-    covered = {member for row in rows.values() for member in row.members}
-    for name, layer in layers:
-        if name not in covered:
-            rows[name] = _layer_row(name, layer, notes.get(name))
-    return FusionReport(tuple(rows[name] for name, _ in model.named_modules() if name in rows))
-
-
-def _block_rows(model: nn.Module) -> tuple[dict[str, FusionRow], dict[str, str]]:
-    """The rows of blocks that run as one node, and for layers in other blocks why the block does not."""
-    rows: dict[str, FusionRow] = {}
+    rows: list[FusionRow] = []
     notes: dict[str, str] = {}
     for name, module in model.named_modules():
-        if not isinstance(module, FastLoraGatedMLP):
-            continue
-        members = tuple(f"{name}.{child}" if name else child for child in fast_children(module))
-        refusal = why_not_block(read_block(module))
+        if isinstance(module, FastLoraSharedInput):
+            rows += _owner_rows(name, module, notes)
+    covered = {member for row in rows for member in row.members}
+    rows += [_layer_row(name, layer, notes.get(name)) for name, layer in layers if name not in covered]
+    order = {name: position for position, (name, _) in enumerate(layers)}
+    return FusionReport(tuple(sorted(rows, key=lambda row: order[row.members[0]])))
+
+
+def _owner_rows(name: str, owner: Any, notes: dict[str, str]) -> list[FusionRow]:
+    """The rows of nodes that this owner runs for several layers; `notes` gets what the others may say about it."""
+    prefix = f"{name}." if name else ""
+    layers = [child for child, _ in fast_children(owner)]
+    note = None
+    if isinstance(owner, FastLoraGatedMLP):
+        refusal = why_not_block(read_block(owner))
         if refusal is None:
-            rows[name] = FusionRow(name, "gated_mlp", "fused", None, members)
-        else:
-            notes.update((member, f"not as one block: {refusal.reason}") for member in members)
-    return rows, notes
+            return [FusionRow(name, "gated_mlp", "fused", None, tuple(prefix + child for child in layers))]
+        note = f"not as one block: {refusal.reason}"
+    pattern = next_pattern(owner)
+    if not owner.fast_lora_options.fuse_qkv:
+        note = note or "fuse_qkv is False"
+    elif pattern.groups is None:
+        note = note or "not yet observed: the first forward shows which projections read one tensor"
+    elif pattern.given_up:
+        note = note or "its owner called it with other tensors than its siblings from time to time"
+    notes.update((prefix + child, note) for child in layers if note)
+    usable = owner.fast_lora_options.fuse_qkv and not pattern.given_up
+    groups = [usable_members(owner, group, None) for group in pattern.groups or ()] if usable else []
+    groups = [group for group in groups if len(group) > 1]
+    names = [name] if len(groups) == 1 else [f"{name}[{', '.join(group)}]" for group in groups]
+    return [
+        FusionRow(label, "shared_input", "fused", None, tuple(prefix + child for child in group))
+        for label, group in zip(names, groups, strict=True)
+    ]
 
 
 def _layer_row(name: str, layer: Any, note: str | None) -> FusionRow:

@@ -1,0 +1,180 @@
+"""Observing which projections read one tensor, and computing those together.
+
+Which projections share a tensor is not read off their names; it is observed. While the forward of the module that owns
+them runs, a `Scope` is open and sees every call of a fast layer inside. Calls with the same tensor object at the same
+version form a group. From the next forward on, the first member of a known group computes it, and the others take
+their result, once, if they are called with that very tensor; whoever is called with anything else computes alone. A
+group that was computed and not taken in full was a mistake: what was right about it is kept, nothing is added any more,
+and all is given up at the second mistake. A scope ends with the owner's forward, also by an exception, and nothing
+outlives it.
+
+Activation checkpointing runs a forward again in backward and must see it save the same tensors. A pattern is therefore
+never changed while a forward that ran under saved-tensor hooks still waits for its backward (`_waiting`).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+from weakref import WeakKeyDictionary, WeakSet
+
+import torch
+from torch import Tensor
+
+from .functions import lora_group
+from .guards import read_call, why_not_grouped
+from .projection import product_dtype, read_projection
+
+Group = tuple[str, ...]  # names of children, in the order in which they are called
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """What is known about an owner: which children share a tensor, and how often that turned out wrong."""
+
+    groups: tuple[Group, ...] | None = None  # None: not yet observed
+    mistakes: int = 0
+
+    @property
+    def given_up(self) -> bool:
+        return self.mistakes > 1
+
+    def group_of(self, name: str) -> Group | None:
+        return next((group for group in self.groups or () if name in group), None)
+
+
+# Forward passes that ran under saved-tensor hooks and whose backward has not come, by owner: see above.
+_waiting: WeakKeyDictionary[Any, WeakSet[Any]] = WeakKeyDictionary()
+
+
+class _Pass:
+    """One of them. It lives as long as the autograd graph of the pass."""
+
+
+def next_pattern(owner: Any) -> Pattern:
+    """The pattern that the next forward of this owner uses."""
+    used, upcoming = owner.fast_lora_pattern, owner.fast_lora_upcoming
+    return used if upcoming is None or _waiting.get(owner) else upcoming  # type: ignore[no-any-return]
+
+
+def _wait_for_backward(owner: Any, output: Tensor) -> None:
+    if output.grad_fn is None or torch._C._autograd._top_saved_tensors_default_hooks(True) is None:
+        return
+    passes, this = _waiting.setdefault(owner, WeakSet()), _Pass()
+    passes.add(this)
+    output.grad_fn.register_hook(lambda *_: passes.discard(this))
+
+
+_thread = threading.local()
+
+
+def open_scopes() -> list[Scope]:
+    """The open scopes of this thread, the innermost last."""
+    if not hasattr(_thread, "scopes"):
+        _thread.scopes = []
+    return _thread.scopes  # type: ignore[no-any-return]
+
+
+def scope_of(layer: Any) -> Scope | None:
+    """The innermost open scope, if it is one of the layer's owner."""
+    if torch.compiler.is_compiling():
+        return None
+    scopes = open_scopes()
+    return scopes[-1] if scopes and id(layer) in scopes[-1].names else None
+
+
+def _mode(layer: Any, x: Tensor) -> tuple[Any, ...]:
+    """What else an output depends on: it is taken only in the mode in which it was computed."""
+    return torch.is_grad_enabled(), product_dtype(torch.float32, x.device.type), layer.training
+
+
+@dataclass
+class Pending:
+    """An output that was computed for a member that has not been called yet."""
+
+    x: Tensor
+    version: int
+    mode: Any
+    output: Tensor
+
+
+@dataclass
+class Scope:
+    """One run of an owner's forward."""
+
+    owner: Any
+    names: Mapping[int, str]  # of the owner's fast layers, by identity
+    pattern: Pattern
+    calls: list[tuple[str, Tensor, int]] = field(default_factory=list)  # holds the tensors, so identities stay unique
+    pending: dict[str, Pending] = field(default_factory=dict)
+    mistaken: bool = False
+    watched: bool = False
+
+    def call(self, layer: Any, x: Tensor) -> Tensor | None:
+        """The layer's output from a node that it shares with its siblings, or None where it must compute alone."""
+        name = self.names[id(layer)]
+        if type(x) is not Tensor or x.is_inference():  # inference tensors have no version: a change would go unseen
+            return None
+        first = not any(called == name for called, _, _ in self.calls)
+        self.calls.append((name, x, x._version))
+        ready = self.pending.pop(name, None)
+        if ready is not None:
+            if ready.x is x and ready.version == x._version and ready.mode == _mode(layer, x):
+                return ready.output
+            self.mistaken = True
+            return None
+        group = self.pattern.group_of(name)
+        if group is None or not first or self.pattern.given_up or self.mistaken:
+            return None
+        return self.compute(name, group, x)
+
+    def compute(self, name: str, group: Group, x: Tensor) -> Tensor | None:
+        """Compute what can be computed of a group; keep the outputs of the others until they are called."""
+        called = {called for called, _, _ in self.calls if called != name}
+        members = [member for member in usable_members(self.owner, group, x) if member not in called]
+        if name not in members or len(members) < 2:
+            return None
+        layers = [self.owner._modules[member] for member in members]
+        projections = [read_projection(layer, read_call(layer).names, x) for layer in layers]
+        outputs = dict(zip(members, lora_group(x, projections), strict=True))
+        for member, layer in zip(members, layers, strict=True):
+            self.pending[member] = Pending(x, x._version, _mode(layer, x), outputs[member])
+        return self.pending.pop(name).output
+
+    def watch(self, output: Tensor) -> None:
+        """Let the pattern stay as it is until backward came by, where the forward may be run again."""
+        if not self.watched:
+            self.watched = True
+            _wait_for_backward(self.owner, output)
+
+    def learned(self) -> Pattern | None:
+        """The pattern that this run suggests for the next one, or None if it is the one that was used."""
+        if self.pattern.given_up or not self.calls:
+            return None
+        seen = self.observed()
+        if self.mistaken or self.pending:
+            known = self.pattern.groups or ()
+            kept = (tuple(n for n in group if n in old) for group in seen for old in known)
+            return Pattern(tuple(group for group in kept if len(group) > 1), self.pattern.mistakes + 1)
+        if self.pattern.mistakes:
+            return None
+        old = tuple(g for g in self.pattern.groups or () if not any(set(g) & set(group) for group in seen))
+        groups = tuple(sorted((*old, *seen)))
+        return None if groups == self.pattern.groups else Pattern(groups)
+
+    def observed(self) -> list[Group]:
+        """The groups of children that were called once, with one tensor at one version."""
+        readers: dict[tuple[int, int], list[str]] = {}
+        names = [name for name, _, _ in self.calls]
+        for name, x, version in self.calls:
+            if names.count(name) == 1:
+                readers.setdefault((id(x), version), []).append(name)
+        return [tuple(group) for group in readers.values() if len(group) > 1]
+
+
+def usable_members(owner: Any, group: Iterable[str], x: Tensor | None) -> list[str]:
+    """The members of a group that can be computed together now; the others compute alone, each for its own reason."""
+    layers = owner._modules
+    return [name for name in group if name in layers and why_not_grouped(read_call(layers[name], x)) is None]
