@@ -28,6 +28,14 @@ class Activation:
     backward: Callable[[Tensor, Tensor, Tensor], Any]  # (grad, pre, out): write grad * activation'(pre) to out
 
 
+def multiply_into(out: Tensor, left: Tensor, right: Tensor) -> None:
+    """out = left * right, in one pass. `out` may be strided, which Dynamo does not take as `out=`."""
+    if torch.compiler.is_compiling():
+        out.copy_(left * right)
+    else:
+        torch.mul(left, right, out=out)
+
+
 def _silu_backward(grad: Tensor, pre: Tensor, out: Tensor) -> None:
     aten.silu_backward.grad_input(grad, pre, grad_input=out)
 
@@ -64,7 +72,7 @@ def _relu_squared(pre: Tensor) -> Tensor:
 
 
 def _relu_squared_backward(grad: Tensor, pre: Tensor, out: Tensor) -> None:
-    torch.mul(grad, torch.relu(pre) * 2, out=out)
+    multiply_into(out, grad, torch.relu(pre) * 2)
 
 
 def _sigmoid_backward(grad: Tensor, pre: Tensor, out: Tensor) -> None:

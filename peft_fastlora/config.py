@@ -108,12 +108,13 @@ class FastLoraConfig(LoraConfig, FastLoraOptions):
     """
 
     def __post_init__(self) -> None:
-        super().__post_init__()
+        super().__post_init__()  # type: ignore[no-untyped-call]
         self.check_options()
 
     def to_dict(self) -> dict[str, Any]:
         """The stock LoRA fields: the options are run-time choices, as PEFT's `runtime_config` is."""
-        return {key: value for key, value in super().to_dict().items() if key not in OPTION_NAMES}
+        stock: dict[str, Any] = super().to_dict()  # type: ignore[no-untyped-call]
+        return {key: value for key, value in stock.items() if key not in OPTION_NAMES}
 
     def save_pretrained(self, save_directory: str, **kwargs: Any) -> None:
         """Write `adapter_config.json` (stock fields) and `fast_lora_config.json` (our options) to a directory."""
@@ -167,6 +168,10 @@ class FastLoraConfig(LoraConfig, FastLoraOptions):
         return config  # type: ignore[no-any-return]
 
 
+# PEFT's `from_pretrained` looks here which keywords are fields of the configuration.
+FastLoraConfig.__annotations__ = dict(LoraConfig.__annotations__)
+
+
 def _read_side_file(path: str, subfolder: str | None, kwargs: dict[str, Any]) -> dict[str, Any]:
     """The options beside an adapter configuration; empty for an adapter that stock PEFT saved."""
     folder = os.path.join(path, subfolder) if subfolder is not None else path
@@ -180,9 +185,9 @@ def _read_side_file(path: str, subfolder: str | None, kwargs: dict[str, Any]) ->
         except (EntryNotFoundError, LocalEntryNotFoundError):
             return {}
     try:
-        with open(file_name) as file:
+        with open(file_name, encoding="utf-8") as file:
             stored = json.load(file)
-    except json.JSONDecodeError as error:
+    except ValueError as error:  # not JSON, or not text at all
         raise ValueError(f"{file_name} is not valid JSON ({error}); delete it to use the default options") from error
     if not isinstance(stored, dict):
         raise ValueError(f"{file_name} must hold a JSON object, got {type(stored).__name__}")

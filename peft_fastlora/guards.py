@@ -18,7 +18,7 @@ from torch.nn.modules import module as module_globals
 from torch.nn.utils import parametrize
 
 from . import quant
-from .projection import is_4bit, product_dtype
+from .projection import product_dtype
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -143,7 +143,7 @@ def transposed_base(call: Call) -> str | None:
 def unknown_base(call: Call) -> str | None:
     """The base layer is not an `nn.Linear` or `Linear4bit`, or a subclass with a forward of its own."""
     base = call.base
-    known = is_4bit(base) if _expects_4bit(call) else _is_plain_linear(base)
+    known = quant.is_plain_4bit(base) if _expects_4bit(call) else _is_plain_linear(base)
     return None if known else f"the base layer is a {type(base).__module__}.{type(base).__qualname__}"
 
 
@@ -215,7 +215,7 @@ def tensor_subclass(call: Call) -> str | None:
 def unknown_weight_dtype(call: Call) -> str | None:
     """A weight is stored in a dtype that is not a plain floating-point one and is no known 4-bit format."""
     for name, tensor in _tensors(call):
-        if name == "the base weight" and is_4bit(call.base):
+        if name == "the base weight" and quant.is_4bit(call.base):
             continue
         if tensor.dtype not in FLOATS:
             return f"{name} has dtype {_short(tensor.dtype)}"
@@ -224,13 +224,13 @@ def unknown_weight_dtype(call: Call) -> str | None:
 
 def unreadable_4bit(call: Call) -> str | None:
     """The 4-bit weight has no quantisation state, or one that cannot be dequantised exactly."""
-    return quant.why_unreadable(call.base) if is_4bit(call.base) else None
+    return quant.why_unreadable(call.base) if quant.is_4bit(call.base) else None
 
 
 def wrong_shape(call: Call) -> str | None:
     """A weight is not there in full (sharded or offloaded parameters are empty outside their own forward)."""
     base = call.base
-    shape = tuple((quant.quant_state(base) if is_4bit(base) else base.weight).shape)
+    shape = tuple((quant.quant_state(base) if quant.is_4bit(base) else base.weight).shape)
     if base.weight.numel() == 0:
         return f"the base weight is empty (shape {list(base.weight.shape)})"
     for name in call.names:
@@ -260,7 +260,7 @@ def mixed_dtypes(call: Call) -> str | None:
         lora_A, lora_B = call.layer.lora_A[name].weight, call.layer.lora_B[name].weight
         if product_dtype(lora_A.dtype, device_type) != product_dtype(lora_B.dtype, device_type):
             return f"lora_A is {_short(lora_A.dtype)} and lora_B {_short(lora_B.dtype)} in adapter {name!r}"
-    if is_4bit(base):
+    if quant.is_4bit(base):
         return None
     weight_dtype = product_dtype(base.weight.dtype, device_type)
     for name, tensor in (("the input", call.x), ("the base bias", base.bias)):
@@ -279,6 +279,8 @@ def unfit_input(call: Call) -> str | None:
 
 def traced(call: Call) -> str | None:
     """A tracer or transform runs that the node cannot join (torch.jit.trace, torch.func, forward-mode AD)."""
+    if torch.compiler.is_compiling():
+        return None  # Dynamo traces through the node
     if torch._C._is_tracing():
         return "torch.jit.trace is running"
     if torch._C._are_functorch_transforms_active():
@@ -353,7 +355,7 @@ def _is_plain_linear(module: nn.Module) -> bool:
 
 
 def _expects_4bit(call: Call) -> bool:
-    return is_4bit(call.base) if call.layer is None else bool(call.layer.fast_lora_4bit)
+    return quant.is_4bit(call.base) if call.layer is None else bool(call.layer.fast_lora_4bit)
 
 
 def _parts(call: Call) -> list[tuple[str, nn.Module]]:

@@ -17,6 +17,8 @@ from .gated_mlp import FastLoraGatedMLP
 from .layer import FastLoraLayer, FastLoraLinear
 from .shared_input import FastLoraSharedInput, fast_children, owner_class
 
+FORWARD_REPLACED = "the forward of the layer was replaced on the instance"
+
 
 def lora_layers(model: nn.Module) -> list[tuple[str, Any]]:
     """All LoRA layers with their names, fast or not."""
@@ -47,7 +49,7 @@ def _owner_class(module: nn.Module) -> Any:
         return owner_class(FastLoraGatedMLP, type(module), block)
     # `nn.Sequential` chains its children, a container calls none, and transformers writes the class names of its
     # models into files.
-    may_share = not isinstance(module, (nn.Sequential, PreTrainedModel)) and "forward" not in module.__dict__
+    may_share = not isinstance(module, (nn.Sequential, PreTrainedModel)) and not forward_replaced(module)
     if len(layers) < 2 or not may_share or type(module).forward is nn.Module.forward:
         return None
     return owner_class(FastLoraSharedInput, type(module))
@@ -79,9 +81,12 @@ def why_not_installed(module: nn.Module) -> str | None:
     """Why `install` leaves a LoRA layer stock, or None where it gives it a fast class."""
     if _fast_class(type(module)) is None:
         return f"there is no fast version of {type(module).__module__}.{type(module).__qualname__}"
-    if "forward" in module.__dict__ and "_old_forward" not in module.__dict__:
-        return "the forward of the layer was replaced on the instance"
-    return None
+    return FORWARD_REPLACED if forward_replaced(module) else None
+
+
+def forward_replaced(module: Any) -> bool:
+    """Whether somebody set another forward on the instance; accelerate's hooks still call ours (`_change_class`)."""
+    return "forward" in module.__dict__ and "_old_forward" not in module.__dict__
 
 
 def _fast_class(stock: type) -> Any:

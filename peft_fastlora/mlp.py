@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .activations import Activation
+from .activations import Activation, multiply_into
 from .core import (
     RankSpace,
     group_backward,
@@ -59,7 +59,7 @@ class Combine:
         joined = gate.new_empty(gate.shape[0], 2 * gate.shape[1])
         d_gate, d_up = Combine("packed", self.gate, self.activation).split([joined])
         assert d_up is not None
-        torch.mul(d_hidden, activated, out=d_up)
+        multiply_into(d_up, d_hidden, activated)
         self.activation.backward(d_hidden * up, gate, d_gate)
         return joined
 

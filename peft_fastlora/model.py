@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Mapping
+from copy import copy
 from typing import Any
 
 from peft import LoraConfig, LoraModel, PeftConfig, PeftType
@@ -28,10 +29,11 @@ class FastLoraModel(LoraModel):
         options = _fast_options(self.peft_config)
         if options is None:
             return
-        unfusable = _unfusable_linear(model) if options.strict else None
-        if unfusable is not None:
+        try:
+            _check_strict(model, options)
+        except RuntimeError:
             self._withdraw(adapter_name)
-            raise RuntimeError(f"strict=True: the fused path was not used because {unfusable}")
+            raise
         install(model, options)
 
     def delete_adapter(self, adapter_name: str) -> None:
@@ -82,7 +84,8 @@ def fuse(model: nn.Module, **options: Any) -> FusionReport:
         The report on every adapted layer.
 
     Raises:
-        ValueError: the model has no LoRA layer, or an option is not valid. The model is then unchanged.
+        ValueError: the model has no LoRA layer, or an option is not valid.
+        RuntimeError: `strict=True`, and an adapted Linear has no fast version. The model is unchanged in either case.
     """
     unknown = sorted(options.keys() - set(OPTION_NAMES))
     if unknown:
@@ -90,12 +93,10 @@ def fuse(model: nn.Module, **options: Any) -> FusionReport:
     chosen = FastLoraOptions(**options)
     chosen.check_options()
     _require_lora(model)
+    _check_strict(model, chosen)
     for tuner in _tuners(model, LoraModel):
         tuner.__class__ = FastLoraModel
-    for config in _configs(model, LoraConfig):
-        config.__class__ = FastLoraConfig
-        for name, value in chosen.options_dict().items():
-            setattr(config, name, value)
+    _replace_configs(model, lambda config: _as_fast(config, chosen))
     install(model, chosen)
     return fusion_report(model)
 
@@ -110,10 +111,7 @@ def unfuse(model: nn.Module) -> None:
     remove(model)
     for tuner in _tuners(model, FastLoraModel):
         tuner.__class__ = LoraModel
-    for config in _configs(model, FastLoraConfig):
-        for name in OPTION_NAMES:
-            config.__dict__.pop(name, None)
-        config.__class__ = LoraConfig
+    _replace_configs(model, _as_stock)
 
 
 def _fast_options(configs: Mapping[str, PeftConfig]) -> FastLoraOptions | None:
@@ -132,15 +130,14 @@ def _fast_options(configs: Mapping[str, PeftConfig]) -> FastLoraOptions | None:
     return options
 
 
-def _unfusable_linear(model: nn.Module) -> str | None:
-    """Why an adapted Linear can never be fused, for the first such layer; other kinds of layers may be stock."""
-    for name, layer in lora_layers(model):
+def _check_strict(model: nn.Module, options: FastLoraOptions) -> None:
+    """Raise if `strict` and an adapted Linear can never be fused; other kinds of layers may be stock."""
+    for name, layer in lora_layers(model) if options.strict else ():
         if isinstance(layer, FastLoraLayer) or not isinstance(layer.get_base_layer(), nn.Linear):
             continue
         reason = why_not_installed(layer)
         if reason is not None:
-            return f"{reason} (layer {name})"
-    return None
+            raise RuntimeError(f"strict=True: the fused path was not used because {reason} (layer {name})")
 
 
 def _require_lora(model: nn.Module) -> None:
@@ -152,11 +149,24 @@ def _tuners(model: nn.Module, exact: type) -> list[nn.Module]:
     return [module for module in model.modules() if type(module) is exact]
 
 
-def _configs(model: nn.Module, exact: type) -> Iterable[PeftConfig]:
-    """Every configuration of this exact class that the model or a module inside it holds."""
-    found: dict[int, Any] = {}
-    for module in model.modules():
-        configs = module.__dict__.get("peft_config")
-        if isinstance(configs, Mapping):
-            found.update((id(config), config) for config in configs.values() if type(config) is exact)
-    return found.values()
+def _replace_configs(model: nn.Module, convert: Callable[[Any], PeftConfig]) -> None:
+    """Replace every LoRA configuration; the objects themselves may belong to other models, too."""
+    mappings: list[Any] = [module.__dict__.get("peft_config") for module in model.modules()]
+    for configs in {id(mapping): mapping for mapping in mappings if isinstance(mapping, dict)}.values():
+        lora = {name: c for name, c in configs.items() if type(c) in (LoraConfig, FastLoraConfig)}
+        configs.update({name: convert(config) for name, config in lora.items()})
+
+
+def _as_fast(config: PeftConfig, options: FastLoraOptions) -> PeftConfig:
+    fast = copy(config)
+    fast.__class__ = FastLoraConfig
+    fast.__dict__.update(options.options_dict())
+    return fast
+
+
+def _as_stock(config: PeftConfig) -> PeftConfig:
+    stock = copy(config)
+    stock.__class__ = LoraConfig
+    for name in OPTION_NAMES:
+        stock.__dict__.pop(name, None)
+    return stock

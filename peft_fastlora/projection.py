@@ -14,7 +14,7 @@ from itertools import chain, repeat
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from . import quant
 
@@ -102,7 +102,7 @@ def autocast_enabled(device_type: str) -> bool:
 def read_base(base_layer: Any, x: Tensor) -> Projection:
     """A plain base layer (`nn.Linear` or bitsandbytes `Linear4bit`) as it would compute x now, without adapters."""
     device_type = x.device.type
-    if not is_4bit(base_layer):
+    if not quant.is_4bit(base_layer):
         dtype = product_dtype(base_layer.weight.dtype, device_type)
         return Projection(base_layer.weight, base_layer.bias, (), (), None, dtype, dtype)
     form, statistics = quant.read_state(quant.quant_state(base_layer))
@@ -135,8 +135,3 @@ def _read_adapter(layer: Any, name: str, device_type: str) -> Adapter:
         scaling=1.0 if is_tensor else float(scaling),
         dtype=product_dtype(lora_A.weight.dtype, device_type),
     )
-
-
-def is_4bit(base_layer: nn.Module) -> bool:
-    """Whether this is a bitsandbytes `Linear4bit`, asked without importing bitsandbytes."""
-    return hasattr(base_layer, "compute_type_is_set")

@@ -6,6 +6,7 @@ functions holds a `bitsandbytes.nn.Linear4bit`, so the import is there already.
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +24,17 @@ class QuantFormat:
     blocksize: int
     nested_blocksize: int | None  # double quantisation: the statistics are quantised themselves
     nested_dtype: torch.dtype | None
+
+
+def is_4bit(module: nn.Module) -> bool:
+    """Whether this is a bitsandbytes `Linear4bit`."""
+    bnb = sys.modules.get("bitsandbytes")  # not imported: then there is none
+    return bnb is not None and isinstance(module, bnb.nn.Linear4bit)
+
+
+def is_plain_4bit(module: nn.Module) -> bool:
+    """Whether it is one with bitsandbytes' own forward."""
+    return is_4bit(module) and type(module).forward is sys.modules["bitsandbytes"].nn.Linear4bit.forward
 
 
 def quant_state(base_layer: nn.Module) -> Any:

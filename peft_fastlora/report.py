@@ -10,7 +10,7 @@ from torch import nn
 
 from .gated_mlp import FastLoraGatedMLP, read_block, why_not_block
 from .guards import read_call, why_not
-from .install import lora_layers, why_not_installed
+from .install import FORWARD_REPLACED, forward_replaced, lora_layers, why_not_installed
 from .layer import FastLoraLayer
 from .scope import next_pattern, usable_members
 from .shared_input import FastLoraSharedInput, fast_children
@@ -71,7 +71,7 @@ def fusion_report(model: nn.Module) -> FusionReport:
     rows: list[FusionRow] = []
     notes: dict[str, str] = {}
     for name, module in model.named_modules():
-        if isinstance(module, FastLoraSharedInput):
+        if isinstance(module, FastLoraSharedInput) and not forward_replaced(module):
             rows += _owner_rows(name, module, notes)
     covered = {member for row in rows for member in row.members}
     rows += [_layer_row(name, layer, notes.get(name)) for name, layer in layers if name not in covered]
@@ -116,7 +116,9 @@ def _layer_row(name: str, layer: Any, note: str | None) -> FusionRow:
 
 
 def _reason(layer: Any) -> str | None:
-    if isinstance(layer, FastLoraLayer):
-        refusal = why_not(read_call(layer))
-        return refusal.reason if refusal is not None else None
-    return why_not_installed(layer) or "the layer is stock PEFT's; fuse(model) makes it fast"
+    if not isinstance(layer, FastLoraLayer):
+        return why_not_installed(layer) or "the layer is stock PEFT's; fuse(model) makes it fast"
+    if forward_replaced(layer):
+        return FORWARD_REPLACED
+    refusal = why_not(read_call(layer))
+    return refusal.reason if refusal is not None else None

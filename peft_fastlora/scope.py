@@ -4,9 +4,9 @@ Which projections share a tensor is not read off their names; it is observed. Wh
 them runs, a `Scope` is open and sees every call of a fast layer inside. Calls with the same tensor object at the same
 version form a group. From the next forward on, the first member of a known group computes it, and the others take
 their result, once, if they are called with that very tensor; whoever is called with anything else computes alone. A
-group that was computed and not taken in full was a mistake: what was right about it is kept, nothing is added any more,
-and all is given up at the second mistake. A scope ends with the owner's forward, also by an exception, and nothing
-outlives it.
+group that was computed and not taken in full was a mistake: what was right about it is kept, nothing is added any
+more, and all is given up at the second mistake. A scope ends with the owner's forward, also by an exception, and
+nothing outlives it.
 
 Activation checkpointing runs a forward again in backward and must see it save the same tensors. A pattern is therefore
 never changed while a forward that ran under saved-tensor hooks still waits for its backward (`_waiting`).
