@@ -14,7 +14,6 @@ wider dtype of its terms, and a result is rounded once.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from itertools import accumulate, compress, groupby, repeat
 from typing import Any
 
@@ -23,7 +22,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from . import quant
-from .projection import Adapter, Projection
+from .projection import Adapter, Projection, cast
 
 RankSpace = list[Tensor]  # one [tokens, r] per adapter, in the order of projections and their adapters
 
@@ -33,25 +32,26 @@ def dense_weight(projection: Projection) -> Tensor:
     weight: Tensor = projection.weight
     if projection.form is not None:
         weight = quant.dequantize(weight, projection.form, projection.statistics)
-    return weight.to(projection.dtype)
+    return cast(weight, projection.dtype)
 
 
 def base_product(rows: Tensor, projection: Projection) -> Tensor:
     """x W^T + b, [tokens, out], in the dtype that the stock base layer returns."""
-    bias = None if projection.bias is None else projection.bias.to(projection.dtype)
-    rows = rows.to(projection.dtype)
+    bias = None if projection.bias is None else cast(projection.bias, projection.dtype)
+    rows = cast(rows, projection.dtype)
     if projection.form is None:
-        return F.linear(rows, projection.weight.to(projection.dtype), bias)
+        return F.linear(rows, cast(projection.weight, projection.dtype), bias)
     y = quant.linear_4bit(rows, projection.weight, bias, projection.form, projection.statistics)
-    return y.to(projection.out_dtype)
+    return cast(y, projection.out_dtype)
 
 
 def add_product(total: Tensor | None, left: Tensor, right: Tensor) -> Tensor:
     """total + left @ right in the wider of the two dtypes. `total` was born in this call and may be overwritten."""
     if total is None:
         return left @ right
-    total = total.to(torch.promote_types(total.dtype, left.dtype))
-    if total.dtype == left.dtype:
+    if total.dtype is not left.dtype:
+        total = cast(total, torch.promote_types(total.dtype, left.dtype))
+    if total.dtype is left.dtype:
         return total.addmm_(left, right)
     return total.add_(left @ right)
 
@@ -65,8 +65,8 @@ def to_rank(rows: Tensor, adapters: Sequence[Adapter], maps: Sequence[Tensor]) -
     """
     scaled: RankSpace = []
     for dtype, members in _runs(adapters):
-        joined = rows.to(dtype) @ _join([maps[i].to(dtype) for i in members]).t()
-        parts = torch.split(joined, [maps[i].shape[0] for i in members], dim=1)
+        joined = F.linear(cast(rows, dtype), _join([cast(maps[i], dtype) for i in members]))
+        parts = (joined,) if len(members) == 1 else torch.split(joined, [maps[i].shape[0] for i in members], dim=1)
         scaled += [part * _scale(adapters[i]) for part, i in zip(parts, members, strict=True)]
     return scaled
 
@@ -79,7 +79,7 @@ def from_rank(total: Any, ranks: RankSpace, adapters: Sequence[Adapter], maps: S
     """
     for dtype, members in _runs(adapters):
         left = _join([ranks[i] for i in members], dim=1)
-        total = add_product(total, left, _join([maps[i].to(dtype) for i in members]))
+        total = add_product(total, left, _join([cast(maps[i], dtype) for i in members]))
     return total
 
 
@@ -97,7 +97,7 @@ def group_forward(rows: Tensor, projections: Sequence[Projection]) -> tuple[list
         own = [next(remaining) for _ in projection.adapters]
         y = base_product(rows, projection)
         y = from_rank(y, own, projection.adapters, [adapter.lora_B.t() for adapter in projection.adapters])
-        outputs.append(_add_biases(y, projection).to(projection.out_dtype))
+        outputs.append(cast(_add_biases(y, projection), projection.out_dtype))
     return outputs, ranks
 
 
@@ -173,7 +173,7 @@ def _input_gradient(
     dx: Tensor | None = None
     for grad, projection in zip(grads, projections, strict=True):
         if grad is not None:
-            dx = add_product(dx, grad.to(projection.dtype), dense_weight(projection))
+            dx = add_product(dx, cast(grad, projection.dtype), dense_weight(projection))
     adapters = [adapter for projection in projections for adapter in projection.adapters]
     used = [(adapter, u) for adapter, u in zip(adapters, us, strict=True) if u is not None]
     maps = [adapter.lora_A for adapter, _ in used]
@@ -205,9 +205,9 @@ def _parameter_gradients(
     adapters = []
     for adapter, wanted in zip(projection.adapters, need.adapters, strict=True):
         dbias = _sum_tokens(grad) * _scale(adapter) if grad is not None and wanted.bias else None
-        adapters.append(replace(adapter, lora_A=next(dAs), lora_B=next(dBs), bias=dbias, scale=None))
+        adapters.append(adapter._replace(lora_A=next(dAs), lora_B=next(dBs), bias=dbias, scale=None))
     dbias = _sum_tokens(grad) if grad is not None and need.bias else None
-    return replace(no_gradients(projection), bias=dbias, adapters=tuple(adapters))
+    return no_gradients(projection)._replace(bias=dbias, adapters=tuple(adapters))
 
 
 def no_gradients(projection: Projection) -> Projection:
@@ -225,6 +225,9 @@ def _add_biases(out: Tensor, projection: Projection) -> Tensor:
 
 def _runs(adapters: Sequence[Adapter]) -> Iterator[tuple[torch.dtype, list[int]]]:
     """Positions of neighbouring adapters whose products run in one dtype and so can be one product."""
+    if len(adapters) == 1:  # by far the most frequent case
+        yield adapters[0].dtype, [0]
+        return
     for dtype, members in groupby(range(len(adapters)), key=lambda i: adapters[i].dtype):
         yield dtype, list(members)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
@@ -19,17 +19,20 @@ from torch.autograd.function import Function, once_differentiable
 
 from .core import group_backward, group_forward, lora_B_gradients
 from .mlp import MLP, Combine, MLPNeeds, mlp_backward, mlp_forward
-from .projection import Layout, Projection, autocast_enabled, flatten
+from .projection import Layout, Projection, autocast_dtype, flatten
+
+_NOTHING = nullcontext()
 
 
 def lora_group(x: Tensor, projections: Sequence[Projection]) -> tuple[Tensor, ...]:
     """Outputs [..., out_i] of projections that read x [..., in]: one autograd node, or none if nothing needs grad."""
-    layout, tensors = flatten(projections)
-    if torch.is_grad_enabled() and _needs_grad(x, tensors):
-        return LoraGroupFunction.apply(layout, x, *tensors)  # type: ignore[no-untyped-call, no-any-return]
+    if torch.is_grad_enabled():
+        layout, tensors = flatten(projections)
+        if _needs_grad(x, tensors):
+            return LoraGroupFunction.apply(layout, x, *tensors)  # type: ignore[no-untyped-call, no-any-return]
     with torch.no_grad(), without_autocast(x):
         outputs, _ = group_forward(_rows(x), projections)
-    return tuple(_shaped(out, x.shape[:-1]) for out in outputs)
+    return tuple([_shaped(out, x.shape[:-1]) for out in outputs])
 
 
 class LoraGroupFunction(Function):
@@ -81,21 +84,19 @@ class MLPPlan:
         *inputs, down = self.layout.rebuild(values)
         return MLP(tuple(inputs), down, self.combine)
 
-    def chunks(self, rows: Tensor) -> tuple[Tensor, ...]:
-        return (rows,) if self.chunk_size is None else torch.split(rows, self.chunk_size)
-
 
 def lora_mlp(
     x: Tensor, inputs: Sequence[Projection], down: Projection, combine: Combine, keep_outputs: bool, chunk: int | None
 ) -> Tensor:
     """Output [..., out] of an MLP block for x [..., in]: one autograd node, or none if nothing needs grad."""
-    layout, tensors = flatten([*inputs, down])
-    plan = MLPPlan(layout, combine, keep_outputs, chunk)
-    if torch.is_grad_enabled() and _needs_grad(x, tensors):
-        return LoraGatedMLPFunction.apply(plan, x, *tensors)  # type: ignore[no-untyped-call, no-any-return]
+    if torch.is_grad_enabled():
+        layout, tensors = flatten([*inputs, down])
+        if _needs_grad(x, tensors):
+            plan = MLPPlan(layout, combine, keep_outputs, chunk)
+            return LoraGatedMLPFunction.apply(plan, x, *tensors)  # type: ignore[no-untyped-call, no-any-return]
     mlp = MLP(tuple(inputs), down, combine)
     with torch.no_grad(), without_autocast(x):
-        outs = [mlp_forward(rows, mlp)[0] for rows in plan.chunks(_rows(x))]
+        outs = [mlp_forward(rows, mlp)[0] for rows in _chunks(_rows(x), chunk)]
     return _shaped(_concat(outs), x.shape[:-1])
 
 
@@ -111,7 +112,7 @@ class LoraGatedMLPFunction(Function):
         mlp, needs = plan.rebuild(tensors), _mlp_needs(ctx, plan)
         outs, kept = [], []
         with without_autocast(x):
-            for rows in plan.chunks(_rows(x)):
+            for rows in _chunks(_rows(x), plan.chunk_size):
                 out, outputs, ranks = mlp_forward(rows, mlp)
                 outs.append(out)
                 kept += [*(outputs if plan.keep_outputs else ()), *ranks]
@@ -129,8 +130,8 @@ class LoraGatedMLPFunction(Function):
         x, *saved = ctx.saved_tensors
         mlp, kept = plan.rebuild(saved), iter(saved[plan.layout.slots :])
         n_outputs, n_ranks = len(mlp.inputs), len(mlp.down.adapters)
-        grads = plan.chunks(_rows(grad))
-        xs = plan.chunks(_rows(x)) if x is not None else (None,) * len(grads)
+        grads = _chunks(_rows(grad), plan.chunk_size)
+        xs: Sequence[Any] = _chunks(_rows(x), plan.chunk_size) if x is not None else (None,) * len(grads)
         dxs: list[Any] = []
         totals: Any = None
         with without_autocast(grad):
@@ -141,6 +142,10 @@ class LoraGatedMLPFunction(Function):
                 totals = _summed(totals, flatten(results)[1], several=len(grads) > 1)
         dx = _concat(dxs) if needs.x else None
         return (None, _shaped_or_none(dx, grad.shape[:-1]), *totals)
+
+
+def _chunks(rows: Tensor, size: int | None) -> tuple[Tensor, ...]:
+    return (rows,) if size is None else torch.split(rows, size)
 
 
 def _mlp_needs(ctx: Any, plan: MLPPlan) -> MLPNeeds:
@@ -165,10 +170,10 @@ def _kept(projections: Sequence[Projection], needs_input: bool) -> tuple[Tensor 
     """The tensors that backward reads: biases never, base weights only for the gradient of the input."""
     kept = []
     for projection in projections:
-        adapters = tuple(replace(adapter, bias=None) for adapter in projection.adapters)
+        adapters = tuple(adapter._replace(bias=None) for adapter in projection.adapters)
         statistics = projection.statistics if needs_input else (None,) * len(projection.statistics)
         weight = projection.weight if needs_input else None
-        kept.append(replace(projection, weight=weight, bias=None, statistics=statistics, adapters=adapters))
+        kept.append(projection._replace(weight=weight, bias=None, statistics=statistics, adapters=adapters))
     return flatten(kept)[1]
 
 
@@ -189,18 +194,18 @@ def _concat(parts: Sequence[Tensor]) -> Tensor:
 def without_autocast(tensor: Tensor) -> AbstractContextManager[Any]:
     """Autocast off for the device of `tensor`: the dtypes were settled when the projections were read."""
     device_type = tensor.device.type
-    if autocast_enabled(device_type):
-        return torch.autocast(device_type, enabled=False)
-    return nullcontext()
+    return _NOTHING if autocast_dtype(device_type) is None else torch.autocast(device_type, enabled=False)
 
 
 def _rows(tensor: Tensor) -> Tensor:
     """[..., d] as [tokens, d]; `reshape`, since what comes from outside may have any strides."""
-    return tensor.reshape(-1, tensor.shape[-1])
+    return tensor if tensor.dim() == 2 else tensor.reshape(-1, tensor.shape[-1])
 
 
 def _shaped(rows: Tensor, batch: torch.Size) -> Tensor:
     """[tokens, d] as [*batch, d]. Not `view`: autograd would then refuse to let users change the output in place."""
+    if len(batch) == 1:
+        return rows
     return torch.ops.aten._unsafe_view.default(rows, [*batch, rows.shape[-1]])  # type: ignore[no-any-return]
 
 

@@ -8,18 +8,18 @@ the block whenever it steps aside.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from torch import Tensor, nn
 
 from .activations import Activation, activation_of
+from .call import read_member, read_projection
 from .detect import Block
 from .functions import lora_mlp
-from .guards import Call, Refusal, read_member, why_not
+from .guards import Refusal, mixed_dtypes, why_not
 from .layer import FastLoraLayer
 from .mlp import Combine
-from .projection import Projection, read_base, read_projection
+from .projection import Projection
 from .shared_input import FastLoraSharedInput
 
 
@@ -39,8 +39,7 @@ class FastLoraGatedMLP(FastLoraSharedInput):
         return lora_mlp(call.x, plan.inputs, plan.down, plan.combine, keep_outputs, options.chunk_size)
 
 
-@dataclass(frozen=True)
-class BlockCall:
+class BlockCall(NamedTuple):
     """One call of an MLP block, or (x is None) the question what the next call would do."""
 
     module: Any
@@ -49,11 +48,12 @@ class BlockCall:
     extra: bool  # called with something else than its one tensor
 
 
-@dataclass(frozen=True)
-class BlockPlan:
+class BlockPlan(NamedTuple):
+    """What the node computes."""
+
     inputs: tuple[Projection, ...]
-    down: Projection
-    combine: Combine
+    down: Any
+    combine: Any
 
 
 def read_block(module: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> BlockCall:
@@ -72,7 +72,7 @@ def switched_off(call: BlockCall) -> str | None:
 def nothing_adapted(call: BlockCall) -> str | None:
     """No projection of the block has an active adapter."""
     members = [call.module._modules[name] for name in call.block.projections]
-    active = any(isinstance(m, FastLoraLayer) and read_member(m, None).names for m in members)
+    active = any(isinstance(m, FastLoraLayer) and read_member(m, None).terms for m in members)
     return None if active else "no projection of the block has an active adapter"
 
 
@@ -126,42 +126,31 @@ INTENDED = (switched_off, nothing_adapted)
 
 def why_not_block(call: BlockCall) -> Refusal | None:
     """The first reason why the block must run as its stock forward, or None where it can be one node."""
+    plan = plan_block(call)
+    return plan if isinstance(plan, Refusal) else None
+
+
+def plan_block(call: BlockCall) -> BlockPlan | Refusal:
+    """What the node computes for this call, or why it must not. Without an x, only whether there is a reason."""
     for guard in BLOCK_GUARDS:
         reason = guard(call)
         if reason is not None:
             return Refusal(guard.__name__, reason, guard in INTENDED)
-    for name in call.block.inputs:
-        refusal = _why_not_member(call, name, call.x)
+    members, block = call.module._modules, call.block
+    reads = [read_member(members[name], call.x if name != block.down else None) for name in block.projections]
+    for name, read in zip(block.projections, reads, strict=True):
+        refusal = why_not(read)
         if refusal is not None:
-            return refusal
-    return _why_not_member(call, call.block.down, None)
-
-
-def plan_block(call: BlockCall) -> BlockPlan | Refusal:
-    """What the node computes for this call, or why it must not."""
-    refusal = why_not_block(call)
-    if refusal is not None:
-        return refusal
-    inputs = tuple(_read(call, name, call.x) for name in call.block.inputs)
-    if len({projection.out_dtype for projection in inputs}) > 1:
-        return Refusal("unequal_dtypes", "gate and up have different dtypes", intended=False)
-    members = call.module._modules
-    hidden = call.x.new_empty((0, members[call.block.down].in_features), dtype=inputs[0].out_dtype)
-    refusal = _why_not_member(call, call.block.down, hidden)
-    if refusal is not None:
-        return refusal
-    activation = call.block.activation
-    if isinstance(activation, str):
-        activation = activation_of(members[activation])  # type: ignore[assignment]
-    combine = Combine(call.block.form, call.block.gate, activation)  # type: ignore[arg-type]
-    return BlockPlan(inputs, _read(call, call.block.down, hidden), combine)
-
-
-def _why_not_member(call: BlockCall, name: str, x: Tensor | None) -> Refusal | None:
-    refusal = why_not(read_member(call.module._modules[name], x))
-    return None if refusal is None else Refusal(refusal.guard, f"{name}: {refusal.reason}", refusal.intended)
-
-
-def _read(call: BlockCall, name: str, x: Tensor) -> Projection:
-    member: Call = read_member(call.module._modules[name], x)
-    return read_base(member.base, x) if member.layer is None else read_projection(member.layer, member.names, x)
+            return Refusal(refusal.guard, f"{name}: {refusal.reason}", refusal.intended)
+    if call.x is None:
+        return BlockPlan((), None, None)
+    *inputs, down = reads
+    projections = tuple([read_projection(read) for read in inputs])
+    hidden = projections[0].out_dtype
+    down = down._replace(x=call.x.new_empty((0, down.base.in_features), dtype=hidden))
+    reason = mixed_dtypes(down)
+    if reason is not None or any(projection.out_dtype is not hidden for projection in projections):
+        return Refusal("mixed_dtypes", f"{block.down}: {reason}" if reason else "gate and up differ in dtype", False)
+    activation = members[block.activation] if isinstance(block.activation, str) else None
+    known: Any = block.activation if activation is None else activation_of(activation)
+    return BlockPlan(projections, read_projection(down), Combine(block.form, block.gate, known))

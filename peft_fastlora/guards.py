@@ -7,7 +7,7 @@ data on the device and catch nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,42 +15,12 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.nn.modules import module as module_globals
-from torch.nn.utils import parametrize
 
 from . import quant
+from .call import Call
 from .projection import product_dtype
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-
-
-@dataclass(frozen=True)
-class Call:
-    """One call of a projection, or (x is None) the question what the next call would do."""
-
-    layer: Any  # a PEFT LoRA layer; None: a base layer without adapters, a member of a block
-    base: Any  # the base layer
-    names: Sequence[str]  # the active adapters that have weights here
-    x: Tensor | None = None
-    args: tuple[Any, ...] = ()
-    kwargs: Mapping[str, Any] | None = None
-    member: bool = False  # of a block, which does not call the layer itself
-
-
-def read_call(layer: Any, x: Tensor | None = None, args: tuple[Any, ...] = (), kwargs: Any = None) -> Call:
-    """The call of a LoRA layer with the adapters that are active now and exist here, in PEFT's order."""
-    return Call(layer, layer.base_layer, _active(layer), x, args, kwargs)
-
-
-def read_member(module: Any, x: Tensor | None) -> Call:
-    """The same for a projection inside a block: a fast LoRA layer, or a base layer without adapters."""
-    if hasattr(module, "lora_A"):
-        return Call(module, module.base_layer, _active(module), x, member=True)
-    return Call(None, module, (), x, member=True)
-
-
-def _active(layer: Any) -> list[str]:
-    lora_A = layer.lora_A
-    return [name for name in layer.active_adapters if name in lora_A]
 
 
 @dataclass(frozen=True)
@@ -80,13 +50,13 @@ def adapter_merged(call: Call) -> str | None:
 
 def mixed_adapters(call: Call) -> str | None:
     """The call names an adapter for each sample (`adapter_names`)."""
-    given = call.kwargs is not None and call.kwargs.get("adapter_names") is not None
+    given = call.kwargs.get("adapter_names") is not None
     return "the call names an adapter for each sample (adapter_names)" if given else None
 
 
 def no_active_adapter(call: Call) -> str | None:
     """None of the active adapters has weights in this layer."""
-    return None if call.names else "none of the active adapters has weights in this layer"
+    return None if call.terms else "none of the active adapters has weights in this layer"
 
 
 def switched_off(call: Call) -> str | None:
@@ -99,7 +69,7 @@ def switched_off(call: Call) -> str | None:
 
 def extra_arguments(call: Call) -> str | None:
     """The layer was called with more than one tensor."""
-    unknown = [name for name, value in (call.kwargs or {}).items() if value is not None]
+    unknown = [name for name, value in call.kwargs.items() if value is not None]
     if call.args or unknown:
         return f"the call has further arguments ({len(call.args)} positional, {', '.join(unknown) or 'none'} by name)"
     return None
@@ -107,25 +77,25 @@ def extra_arguments(call: Call) -> str | None:
 
 def lora_variant(call: Call) -> str | None:
     """The adapter is a LoRA variant (DoRA, aLoRA, ...) whose arithmetic is not plain LoRA."""
-    variants = getattr(call.layer, "lora_variant", {})
-    for name in call.names:
-        if name in variants:
-            return f"adapter {name!r} uses {type(variants[name]).__name__}"
-        if call.layer.use_dora.get(name, False):
-            return f"adapter {name!r} uses DoRA"
+    variants = call.layer.__dict__.get("lora_variant", {})
+    for term in call.terms:
+        if term.name in variants:
+            return f"adapter {term.name!r} uses {type(variants[term.name]).__name__}"
+        if call.layer.use_dora.get(term.name, False):
+            return f"adapter {term.name!r} uses DoRA"
     return None
 
 
 def dropout_active(call: Call) -> str | None:
     """LoRA dropout is active: training mode and a probability above zero."""
-    for name in call.names:
-        dropout = call.layer.lora_dropout[name]
+    for term in call.terms:
+        dropout = term.modules[2]
         if type(dropout) is nn.Identity:
             continue
         if type(dropout) is not nn.Dropout:
-            return f"lora_dropout of adapter {name!r} is a {type(dropout).__name__}"
+            return f"lora_dropout of adapter {term.name!r} is a {type(dropout).__name__}"
         if dropout.training and dropout.p > 0:
-            return f"lora_dropout of adapter {name!r} is active (p = {dropout.p})"
+            return f"lora_dropout of adapter {term.name!r} is active (p = {dropout.p})"
     return None
 
 
@@ -149,13 +119,12 @@ def unknown_base(call: Call) -> str | None:
 
 def unknown_lora_module(call: Call) -> str | None:
     """`lora_A` or `lora_B` was replaced by something else than a plain `nn.Linear`."""
-    for name in call.names:
-        for part in ("lora_A", "lora_B"):
-            module = getattr(call.layer, part)[name]
+    for term in call.terms:
+        for part, module in zip(("lora_A", "lora_B"), term.modules, strict=False):
             if not _is_plain_linear(module):
-                return f"{part} of adapter {name!r} is a {type(module).__module__}.{type(module).__qualname__}"
-        if call.layer.lora_A[name].bias is not None:
-            return f"lora_A of adapter {name!r} has a bias"
+                return f"{part} of adapter {term.name!r} is a {type(module).__module__}.{type(module).__qualname__}"
+        if term.modules[0].bias is not None:
+            return f"lora_A of adapter {term.name!r} has a bias"
     return None
 
 
@@ -171,101 +140,97 @@ def hooked(call: Call) -> str | None:
 
 def globally_hooked(call: Call) -> str | None:
     """Hooks for all modules are registered; they would miss the modules that the fused node does not call."""
-    hooks = (
-        module_globals._global_forward_hooks,
-        module_globals._global_forward_pre_hooks,
-        module_globals._global_backward_hooks,
-        module_globals._global_backward_pre_hooks,
+    any_hook = (
+        module_globals._global_forward_hooks
+        or module_globals._global_forward_pre_hooks
+        or module_globals._global_backward_hooks
+        or module_globals._global_backward_pre_hooks
     )
-    return "hooks for all modules are registered" if any(hooks) else None
+    return "hooks for all modules are registered" if any_hook else None
 
 
 def parametrized(call: Call) -> str | None:
     """A weight is parametrized (`torch.nn.utils.parametrize`), so reading it computes it."""
     for name, module in _parts(call):
-        if parametrize.is_parametrized(module):
+        if "parametrizations" in module._modules:
             return f"{name} is parametrized"
     return None
 
 
 def trainable_base(call: Call) -> str | None:
     """The base weight itself is trained, and the fused node computes no gradient for it."""
-    return "the base weight is trainable" if call.base.weight.requires_grad else None
+    return "the base weight is trainable" if call.weight.requires_grad else None
 
 
 def trainable_scaling(call: Call) -> str | None:
     """The scaling is a tensor that wants a gradient."""
-    for name in call.names:
-        if getattr(call.layer.scaling[name], "requires_grad", False):
-            return f"the scaling of adapter {name!r} wants a gradient"
+    for term in call.terms:
+        if isinstance(term.scaling, Tensor) and term.scaling.requires_grad:
+            return f"the scaling of adapter {term.name!r} wants a gradient"
     return None
 
 
 def tensor_subclass(call: Call) -> str | None:
     """A parameter or the input is a tensor subclass (DTensor and the like) with arithmetic of its own."""
-    for name, tensor in _tensors(call):
-        if type(tensor) is Tensor or type(tensor) is nn.Parameter:
+    for name, tensor in call.tensors():
+        kind = type(tensor)
+        if kind is nn.Parameter or kind is Tensor:
             continue
-        if name == "the base weight" and _expects_4bit(call) and type(tensor).__name__ == "Params4bit":
+        if call.in_4bit and tensor is call.weight and kind.__name__ == "Params4bit":
             continue
-        return f"{name} is a {type(tensor).__module__}.{type(tensor).__qualname__}"
+        return f"{name} is a {kind.__module__}.{kind.__qualname__}"
     return None
 
 
 def unknown_weight_dtype(call: Call) -> str | None:
     """A weight is stored in a dtype that is not a plain floating-point one and is no known 4-bit format."""
-    for name, tensor in _tensors(call):
-        if name == "the base weight" and quant.is_4bit(call.base):
-            continue
-        if tensor.dtype not in FLOATS:
+    for name, tensor in call.tensors():
+        if tensor.dtype not in FLOATS and not (call.in_4bit and tensor is call.weight):
             return f"{name} has dtype {_short(tensor.dtype)}"
     return None
 
 
 def unreadable_4bit(call: Call) -> str | None:
     """The 4-bit weight has no quantisation state, or one that cannot be dequantised exactly."""
-    return quant.why_unreadable(call.base) if quant.is_4bit(call.base) else None
+    return quant.why_unreadable(call.base) if call.in_4bit else None
 
 
 def wrong_shape(call: Call) -> str | None:
     """A weight is not there in full (sharded or offloaded parameters are empty outside their own forward)."""
-    base = call.base
-    shape = tuple((quant.quant_state(base) if quant.is_4bit(base) else base.weight).shape)
-    if base.weight.numel() == 0:
-        return f"the base weight is empty (shape {list(base.weight.shape)})"
-    for name in call.names:
-        lora_A, lora_B = call.layer.lora_A[name].weight, call.layer.lora_B[name].weight
-        expected = (lora_B.shape[0], lora_A.shape[1]) if lora_A.dim() == lora_B.dim() == 2 else None
-        if shape != expected or lora_A.shape[0] != lora_B.shape[1]:
+    if call.weight.numel() == 0:
+        return f"the base weight is empty (shape {list(call.weight.shape)})"
+    shape = tuple((quant.quant_state(call.base) if call.in_4bit else call.weight).shape)
+    for term in call.terms:
+        lora_A, lora_B = term.lora_A.shape, term.lora_B.shape
+        if len(lora_A) != 2 or len(lora_B) != 2 or shape != (lora_B[0], lora_A[1]) or lora_A[0] != lora_B[1]:
             return (
-                f"the shapes of base weight {list(shape)}, lora_A {list(lora_A.shape)} and lora_B "
-                f"{list(lora_B.shape)} of adapter {name!r} do not fit"
+                f"the shapes of base weight {list(shape)}, lora_A {list(lora_A)} and lora_B {list(lora_B)} of adapter "
+                f"{term.name!r} do not fit"
             )
     return None
 
 
 def mixed_devices(call: Call) -> str | None:
     """Weights, adapters and input are not all on one device (offloading, meta tensors)."""
-    devices = {name: tensor.device for name, tensor in _tensors(call)}
-    if len(set(devices.values())) > 1:
-        return "not all tensors are on one device: " + ", ".join(f"{name} on {d}" for name, d in devices.items())
-    return None
+    tensors = call.tensors()
+    device = call.weight.device
+    if all(tensor.device == device for _, tensor in tensors):
+        return None
+    return "not all tensors are on one device: " + ", ".join(f"{name} on {t.device}" for name, t in tensors)
 
 
 def mixed_dtypes(call: Call) -> str | None:
     """The dtypes of input, base weight and bias, or of lora_A and lora_B, differ where stock would refuse them."""
-    base = call.base
-    device_type = base.weight.device.type
-    for name in call.names:
-        lora_A, lora_B = call.layer.lora_A[name].weight, call.layer.lora_B[name].weight
-        if product_dtype(lora_A.dtype, device_type) != product_dtype(lora_B.dtype, device_type):
-            return f"lora_A is {_short(lora_A.dtype)} and lora_B {_short(lora_B.dtype)} in adapter {name!r}"
-    if quant.is_4bit(base):
+    for term in call.terms:
+        lora_A, lora_B = term.lora_A.dtype, term.lora_B.dtype
+        if product_dtype(lora_A, call.autocast) is not product_dtype(lora_B, call.autocast):
+            return f"lora_A is {_short(lora_A)} and lora_B {_short(lora_B)} in adapter {term.name!r}"
+    if call.in_4bit:
         return None
-    weight_dtype = product_dtype(base.weight.dtype, device_type)
-    for name, tensor in (("the input", call.x), ("the base bias", base.bias)):
-        if tensor is not None and product_dtype(tensor.dtype, device_type) != weight_dtype:
-            return f"{name} is {_short(tensor.dtype)} and the base weight {_short(base.weight.dtype)}"
+    dtype = product_dtype(call.weight.dtype, call.autocast)
+    for name, tensor in (("the input", call.x), ("the base bias", call.bias)):
+        if tensor is not None and product_dtype(tensor.dtype, call.autocast) is not dtype:
+            return f"{name} is {_short(tensor.dtype)} and the base weight {_short(call.weight.dtype)}"
     return None
 
 
@@ -355,27 +320,17 @@ def _is_plain_linear(module: nn.Module) -> bool:
 
 
 def _expects_4bit(call: Call) -> bool:
-    return quant.is_4bit(call.base) if call.layer is None else bool(call.layer.fast_lora_4bit)
+    return call.in_4bit if call.layer is None else bool(call.layer.fast_lora_4bit)
 
 
-def _parts(call: Call) -> list[tuple[str, nn.Module]]:
+def _parts(call: Call) -> list[tuple[str, Any]]:
     """The modules that stock would call and the fused node does not."""
     parts = [("base_layer", call.base)]
     if call.member and call.layer is not None:
         parts.append(("the layer", call.layer))
-    for name in call.names:
-        parts += [(part, getattr(call.layer, part)[name]) for part in ("lora_A", "lora_B", "lora_dropout")]
+    for term in call.terms:
+        parts += zip(("lora_A", "lora_B", "lora_dropout"), term.modules, strict=True)
     return parts
-
-
-def _tensors(call: Call) -> list[tuple[str, Tensor]]:
-    """The tensors that the fused node reads."""
-    base = call.base
-    found = [("the base weight", base.weight), ("the base bias", base.bias), ("the input", call.x)]
-    for name in call.names:
-        lora_B = call.layer.lora_B[name]
-        found += [("lora_A", call.layer.lora_A[name].weight), ("lora_B", lora_B.weight), ("lora_bias", lora_B.bias)]
-    return [(name, tensor) for name, tensor in found if tensor is not None]
 
 
 def _short(dtype: torch.dtype) -> str:

@@ -11,10 +11,10 @@ from typing import Any
 from peft.tuners.lora.layer import Linear
 from torch import Tensor
 
+from .call import read_call, read_projection
 from .config import FastLoraOptions
 from .functions import lora_group
-from .guards import Refusal, read_call, why_not
-from .projection import read_projection
+from .guards import Refusal, why_not
 from .scope import scope_of
 
 
@@ -42,7 +42,7 @@ class FastLoraLayer:
         call = read_call(self, x, args, kwargs)
         refusal = why_not(call)
         if refusal is None:
-            return lora_group(x, [read_projection(self, call.names, x)])[0]
+            return lora_group(x, [read_projection(call)])[0]
         if self.fast_lora_options.strict and not refusal.intended:
             raise strict_error(self, refusal)
         return super().forward(x, *args, **kwargs)  # type: ignore[misc, no-any-return]

@@ -1,7 +1,8 @@
 """What one call needs to know about a projection, and how it passes through an autograd Function.
 
-A `Projection` is read from the PEFT layer at every call and forgotten afterwards. `flatten` takes a group of them
-apart into tensors and a `Layout` that holds none, since autograd only tracks tensors that are arguments themselves.
+A `Projection` is read from the PEFT layer at every call (`call`) and forgotten afterwards. `flatten` takes a group of
+them apart into tensors and a `Layout` that holds none, since autograd only tracks tensors that are arguments
+ themselves.
 `Layout.rebuild` puts the same structure together again around saved tensors, around `needs_input_grad`, or around
 gradients, so that no position in a long argument list is ever counted by hand.
 """
@@ -9,9 +10,9 @@ gradients, so that no position in a long argument list is ever counted by hand.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import chain, repeat
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,8 +24,7 @@ from . import quant
 Slot = Any
 
 
-@dataclass(frozen=True)
-class Adapter:
+class Adapter(NamedTuple):
     """One active LoRA adapter of a projection: scaling * lora_B(lora_A(x))."""
 
     lora_A: Slot  # [r, in]
@@ -42,8 +42,7 @@ class Adapter:
         return Adapter(lora_A, lora_B, bias, scale, self.scaling, self.dtype)
 
 
-@dataclass(frozen=True)
-class Projection:
+class Projection(NamedTuple):
     """A base layer with its active adapters: x W^T + b + sum of the adapters."""
 
     weight: Slot  # [out, in], or packed 4-bit storage
@@ -87,51 +86,18 @@ def flatten(projections: Sequence[Projection]) -> tuple[Layout, tuple[Slot, ...]
     return layout, tuple(chain.from_iterable(projection.tensors() for projection in projections))
 
 
-def product_dtype(dtype: torch.dtype, device_type: str) -> torch.dtype:
-    """The dtype in which a matrix product of `dtype` operands runs now: autocast changes all but float64."""
-    if dtype is not torch.float64 and autocast_enabled(device_type):
+def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """`tensor.to(dtype)` without the cost of a call where there is nothing to do."""
+    return tensor if tensor.dtype is dtype else tensor.to(dtype)
+
+
+def autocast_dtype(device_type: str) -> torch.dtype | None:
+    """The dtype of autocast on this kind of device, or None where it is off. Some kinds, like meta, have none."""
+    if torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type):
         return torch.get_autocast_dtype(device_type)
-    return dtype
+    return None
 
 
-def autocast_enabled(device_type: str) -> bool:
-    """Whether autocast is on for a kind of device; some, like meta, have none."""
-    return torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)
-
-
-def read_base(base_layer: Any, x: Tensor) -> Projection:
-    """A plain base layer (`nn.Linear` or bitsandbytes `Linear4bit`) as it would compute x now, without adapters."""
-    device_type = x.device.type
-    if not quant.is_4bit(base_layer):
-        dtype = product_dtype(base_layer.weight.dtype, device_type)
-        return Projection(base_layer.weight, base_layer.bias, (), (), None, dtype, dtype)
-    form, statistics = quant.read_state(quant.quant_state(base_layer))
-    dtype = product_dtype(quant.settle_compute_dtype(base_layer, x), device_type)
-    return Projection(base_layer.weight, base_layer.bias, statistics, (), form, dtype, out_dtype=x.dtype)
-
-
-def read_projection(layer: Any, names: Sequence[str], x: Tensor) -> Projection:
-    """A PEFT LoRA layer with the adapters `names` as it would compute x now."""
-    base = read_base(layer.base_layer, x)
-    adapters = tuple(_read_adapter(layer, name, x.device.type) for name in names)
-    if base.form is not None and torch.is_autocast_enabled():
-        # `lora.Linear4bit` asks this question without a device, so only autocast on an accelerator keeps it from
-        # casting the branch to the dtype of the base result.
-        widest = base.out_dtype
-        for adapter in adapters:
-            widest = torch.promote_types(widest, adapter.dtype)
-        base = replace(base, out_dtype=widest)
-    return replace(base, adapters=adapters)
-
-
-def _read_adapter(layer: Any, name: str, device_type: str) -> Adapter:
-    lora_A, lora_B, scaling = layer.lora_A[name], layer.lora_B[name], layer.scaling[name]
-    is_tensor = isinstance(scaling, Tensor)
-    return Adapter(
-        lora_A=lora_A.weight,
-        lora_B=lora_B.weight,
-        bias=lora_B.bias,
-        scale=scaling if is_tensor else None,
-        scaling=1.0 if is_tensor else float(scaling),
-        dtype=product_dtype(lora_A.weight.dtype, device_type),
-    )
+def product_dtype(dtype: torch.dtype, autocast: torch.dtype | None) -> torch.dtype:
+    """The dtype in which a matrix product of `dtype` operands runs: autocast changes all but float64."""
+    return dtype if autocast is None or dtype is torch.float64 else autocast

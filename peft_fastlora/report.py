@@ -8,8 +8,9 @@ from typing import Any
 
 from torch import nn
 
+from .call import read_call
 from .gated_mlp import FastLoraGatedMLP, read_block, why_not_block
-from .guards import read_call, why_not
+from .guards import why_not
 from .install import FORWARD_REPLACED, forward_replaced, lora_layers, why_not_installed
 from .layer import FastLoraLayer
 from .scope import next_pattern, usable_members
@@ -98,7 +99,7 @@ def _owner_rows(name: str, owner: Any, notes: dict[str, str]) -> list[FusionRow]
         note = note or "its owner called it with other tensors than its siblings from time to time"
     notes.update((prefix + child, note) for child in layers if note)
     usable = owner.fast_lora_options.fuse_qkv and not pattern.given_up
-    groups = [usable_members(owner, group, None) for group in pattern.groups or ()] if usable else []
+    groups = [list(usable_members(owner, group, None)) for group in pattern.groups or ()] if usable else []
     groups = [group for group in groups if len(group) > 1]
     names = [name] if len(groups) == 1 else [f"{name}[{', '.join(group)}]" for group in groups]
     return [

@@ -23,9 +23,10 @@ from weakref import WeakKeyDictionary, WeakSet
 import torch
 from torch import Tensor
 
+from .call import Call, read_call, read_projection
 from .functions import lora_group
-from .guards import read_call, why_not_grouped
-from .projection import product_dtype, read_projection
+from .guards import why_not_grouped
+from .projection import autocast_dtype
 
 Group = tuple[str, ...]  # names of children, in the order in which they are called
 
@@ -87,7 +88,7 @@ def scope_of(layer: Any) -> Scope | None:
 
 def _mode(layer: Any, x: Tensor) -> tuple[Any, ...]:
     """What else an output depends on: it is taken only in the mode in which it was computed."""
-    return torch.is_grad_enabled(), product_dtype(torch.float32, x.device.type), layer.training
+    return torch.is_grad_enabled(), autocast_dtype(x.device.type), layer.training
 
 
 @dataclass
@@ -133,14 +134,12 @@ class Scope:
     def compute(self, name: str, group: Group, x: Tensor) -> Tensor | None:
         """Compute what can be computed of a group; keep the outputs of the others until they are called."""
         called = {called for called, _, _ in self.calls if called != name}
-        members = [member for member in usable_members(self.owner, group, x) if member not in called]
+        members = usable_members(self.owner, [member for member in group if member not in called], x)
         if name not in members or len(members) < 2:
             return None
-        layers = [self.owner._modules[member] for member in members]
-        projections = [read_projection(layer, read_call(layer).names, x) for layer in layers]
-        outputs = dict(zip(members, lora_group(x, projections), strict=True))
-        for member, layer in zip(members, layers, strict=True):
-            self.pending[member] = Pending(x, x._version, _mode(layer, x), outputs[member])
+        outputs = lora_group(x, [read_projection(call) for call in members.values()])
+        for (member, call), output in zip(members.items(), outputs, strict=True):
+            self.pending[member] = Pending(x, x._version, _mode(call.layer, x), output)
         return self.pending.pop(name).output
 
     def watch(self, output: Tensor) -> None:
@@ -174,7 +173,8 @@ class Scope:
         return [tuple(group) for group in readers.values() if len(group) > 1]
 
 
-def usable_members(owner: Any, group: Iterable[str], x: Tensor | None) -> list[str]:
+def usable_members(owner: Any, group: Iterable[str], x: Tensor | None) -> dict[str, Call]:
     """The members of a group that can be computed together now; the others compute alone, each for its own reason."""
     layers = owner._modules
-    return [name for name in group if name in layers and why_not_grouped(read_call(layers[name], x)) is None]
+    calls = {name: read_call(layers[name], x) for name in group if name in layers}
+    return {name: call for name, call in calls.items() if why_not_grouped(call) is None}
