@@ -93,8 +93,6 @@ def unknown_member(call: BlockCall) -> str | None:
     """A projection is neither a fast LoRA layer nor a plain Linear."""
     for name in call.block.projections:
         member = call.module._modules[name]
-        if hasattr(member, "lora_A") and not isinstance(member, FastLoraLayer):
-            return f"{name} is a {type(member).__module__}.{type(member).__qualname__}"
         if not isinstance(member, (FastLoraLayer, nn.Linear)):
             return f"{name} is a {type(member).__module__}.{type(member).__qualname__}"
     return None
@@ -108,7 +106,8 @@ def unknown_activation(call: BlockCall) -> str | None:
     module = call.module._modules[activation]
     if module is None or activation_of(module) is None:
         return f"the activation {type(module).__module__}.{type(module).__qualname__} is not known"
-    if "forward" in module.__dict__ or module._forward_hooks or module._forward_pre_hooks or module._backward_hooks:
+    hooks = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+    if hooks or "forward" in module.__dict__:
         return f"the activation {activation} has hooks or a replaced forward"
     return None
 

@@ -61,11 +61,11 @@ def next_pattern(owner: Any) -> Pattern:
 
 
 def _wait_for_backward(owner: Any, output: Tensor) -> None:
-    if output.grad_fn is None or torch._C._autograd._top_saved_tensors_default_hooks(True) is None:
-        return
-    passes, this = _waiting.setdefault(owner, WeakSet()), _Pass()
+    """Count the pass that made `output` as waiting until its backward came by or its graph is gone."""
+    passes, this, node = _waiting.setdefault(owner, WeakSet()), _Pass(), output.grad_fn
+    assert node is not None
     passes.add(this)
-    output.grad_fn.register_hook(lambda *_: passes.discard(this))
+    node.register_hook(lambda *_: passes.discard(this))
 
 
 _thread = threading.local()
@@ -144,8 +144,10 @@ class Scope:
 
     def watch(self, output: Tensor) -> None:
         """Let the pattern stay as it is until backward came by, where the forward may be run again."""
-        if not self.watched:
-            self.watched = True
+        if self.watched or output.grad_fn is None:
+            return
+        self.watched = True
+        if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
             _wait_for_backward(self.owner, output)
 
     def learned(self) -> Pattern | None:
