@@ -173,7 +173,10 @@ def _input_gradient(
     dx: Tensor | None = None
     for grad, projection in zip(grads, projections, strict=True):
         if grad is not None:
+            first = dx is None
             dx = add_product(dx, cast(grad, projection.dtype), dense_weight(projection))
+            if first:  # x may be wider than what a 4-bit base computes in; then stock adds up in x's dtype
+                dx = cast(dx, projection.out_dtype)
     adapters = [adapter for projection in projections for adapter in projection.adapters]
     used = [(adapter, u) for adapter, u in zip(adapters, us, strict=True) if u is not None]
     maps = [adapter.lora_A for adapter, _ in used]

@@ -99,9 +99,13 @@ def main() -> int:
             return 1
         outcomes = []
         for mutant, (state, detail) in zip(chosen, pool.imap(try_mutant, chosen), strict=True):
-            print(f"{state:8}  {mutant.name}  ({mutant.file})" + ("" if state == KILLED else f"  {detail}"), flush=True)
+            print(
+                f"{state:8}  {mutant.name}  ({mutant.file})" + ("" if state == KILLED else f"  {detail}"), flush=True
+            )
             outcomes.append(state)
-    print(f"{outcomes.count(KILLED)} mutants killed, {outcomes.count(SURVIVED)} survived, {outcomes.count(BROKEN)} broken")
+    print(
+        f"{outcomes.count(KILLED)} mutants killed, {outcomes.count(SURVIVED)} survived, {outcomes.count(BROKEN)} broken"
+    )
     return 0 if outcomes and all(state == KILLED for state in outcomes) else 1
 
 

@@ -10,11 +10,6 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
-from safetensors import safe_open
-from safetensors.torch import load_file, save_file
-from torch import nn
-
 from lifecycle_models import (
     LLAMA_TARGETS,
     MODEL_ULPS,
@@ -31,6 +26,11 @@ from lifecycle_models import (
     randomize,
     run,
 )
+from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import nn
+
 from peft_fastlora import FastLoraConfig, fuse
 
 SIDE_FILE = "fast_lora_config.json"

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from lifecycle_models import is_fast, make_net
 from peft import AdaLoraConfig, LoraConfig, PeftConfig, PeftType, get_peft_model
 
-from lifecycle_models import is_fast, make_net
 from peft_fastlora import FastLoraConfig, FastLoraOptions, fuse
 from peft_fastlora.config import NOT_YET_SUPPORTED
 

@@ -9,15 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, PeftModel
-from peft.helpers import disable_input_dtype_casting
-from peft.tuners.lora import LoraLayer
-from torch import Tensor, nn
-from torch.autograd import forward_ad
-from torch.nn.utils import parametrize
-from transformers.pytorch_utils import Conv1D
-
-import peft_fastlora.layer
 from lifecycle_models import (
     Holder,
     Twins,
@@ -29,6 +20,15 @@ from lifecycle_models import (
     randomize,
     run,
 )
+from peft import LoraConfig, PeftModel
+from peft.helpers import disable_input_dtype_casting
+from peft.tuners.lora import LoraLayer
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.nn.utils import parametrize
+from transformers.pytorch_utils import Conv1D
+
+import peft_fastlora.layer
 from peft_fastlora import FastLoraOptions, fuse, fusion_report
 from peft_fastlora.guards import GUARDS, INTENDED, Refusal, why_not
 

@@ -15,11 +15,6 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, LoraModel, PeftModel, get_peft_model
-from peft.tuners.lora import Linear, LoraLayer
-from peft.tuners.tuners_utils import BaseTunerLayer
-from torch import Tensor, nn
-
 from lifecycle_models import (
     NET_NAMES,
     Holder,
@@ -40,6 +35,11 @@ from lifecycle_models import (
     randomize,
     run,
 )
+from peft import LoraConfig, LoraModel, PeftModel, get_peft_model
+from peft.tuners.lora import Linear, LoraLayer
+from peft.tuners.tuners_utils import BaseTunerLayer
+from torch import Tensor, nn
+
 from peft_fastlora import (
     FastLoraConfig,
     FastLoraLayer,

@@ -9,11 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
-from peft.tuners.tuners_utils import BaseTunerLayer
-from peft.utils import hotswap
-from torch import nn
-
 from lifecycle_models import (
     LLAMA_TARGETS,
     NET_NAMES,
@@ -33,6 +28,11 @@ from lifecycle_models import (
     nf4_holder,
     randomize,
 )
+from peft import LoraConfig, get_peft_model
+from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils import hotswap
+from torch import nn
+
 from peft_fastlora import FastLoraConfig
 
 A = {"r": 4, "lora_alpha": 10}

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from lifecycle_models import is_fast, llama_input, make_llama, make_net, make_twins, randomize, stock_classes
 from peft import AutoPeftModelForCausalLM, LoraConfig, LoraModel, PeftConfig, PeftModel, PeftType, get_peft_model
 from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING, PEFT_TYPE_TO_TUNER_MAPPING
 from peft.tuners.lora import Embedding, Linear
 from torch import nn
 
-from lifecycle_models import is_fast, llama_input, make_llama, make_net, make_twins, randomize, stock_classes
 from peft_fastlora import FastLoraConfig, FastLoraModel, register, unregister
 
 TARGETS = ["first", "third"]

@@ -9,9 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
-from torch import Tensor, nn
-
 from lifecycle_models import (
     FUSED_NODES,
     LLAMA_TARGETS,
@@ -25,6 +22,9 @@ from lifecycle_models import (
     net_input,
     run,
 )
+from peft import LoraConfig, get_peft_model
+from torch import Tensor, nn
+
 from peft_fastlora import FastLoraConfig, FusionReport, fuse, fusion_report, unfuse
 
 
