@@ -93,9 +93,9 @@ def _owner_rows(name: str, owner: Any, notes: dict[str, str]) -> list[FusionRow]
     pattern = next_pattern(owner)
     if not owner.fast_lora_options.fuse_qkv:
         note = note or "fuse_qkv is False"
-    elif pattern.groups is None:
+    elif pattern.groups is None and not pattern.given_up:
         note = note or "not yet observed: the first forward shows which projections read one tensor"
-    elif pattern.given_up:
+    elif pattern.mistakes:
         note = note or "its owner called it with other tensors than its siblings from time to time"
     notes.update((prefix + child, note) for child in layers if note)
     usable = owner.fast_lora_options.fuse_qkv and not pattern.given_up

@@ -4,9 +4,9 @@ Which projections share a tensor is not read off their names; it is observed. Wh
 them runs, a `Scope` is open and sees every call of a fast layer inside. Calls with the same tensor object at the same
 version form a group. From the next forward on, the first member of a known group computes it, and the others take
 their result, once, if they are called with that very tensor; whoever is called with anything else computes alone. A
-group that was computed and not taken in full was a mistake: what was right about it is kept, nothing is added any
-more, and all is given up at the second mistake. A scope ends with the owner's forward, also by an exception, and
-nothing outlives it.
+group that was computed and not taken in full was a mistake: what was right about it is kept for good, or else the next
+forward is observed anew; all is given up at the second mistake. A scope ends with the owner's forward, also by an
+exception, and nothing outlives it.
 
 Activation checkpointing runs a forward again in backward and must see it save the same tensors. A pattern is therefore
 never changed while a forward that ran under saved-tensor hooks still waits for its backward (`_waiting`).
@@ -26,7 +26,6 @@ from torch import Tensor
 from .call import Call, read_call, read_projection
 from .functions import lora_group
 from .guards import why_not_grouped
-from .projection import autocast_dtype
 
 Group = tuple[str, ...]  # names of children, in the order in which they are called
 
@@ -50,22 +49,25 @@ class Pattern:
 _waiting: WeakKeyDictionary[Any, WeakSet[Any]] = WeakKeyDictionary()
 
 
-class _Pass:
-    """One of them. It lives as long as the autograd graph of the pass."""
+class Pass:
+    """A forward pass of an owner. It lives as long as a part of its autograd graph does."""
+
+    def wait(self, owner: Any, node: Any) -> None:
+        """Count as waiting until the last backward of `node` came by, or until no node of the pass is left."""
+        passes = _waiting.setdefault(owner, WeakSet())
+        passes.add(self)
+
+        def done(*_: Any) -> None:
+            if not torch._C._autograd._get_current_graph_task_keep_graph():
+                passes.discard(self)
+
+        node.register_hook(done)
 
 
 def next_pattern(owner: Any) -> Pattern:
     """The pattern that the next forward of this owner uses."""
     used, upcoming = owner.fast_lora_pattern, owner.fast_lora_upcoming
     return used if upcoming is None or _waiting.get(owner) else upcoming  # type: ignore[no-any-return]
-
-
-def _wait_for_backward(owner: Any, output: Tensor) -> None:
-    """Count the pass that made `output` as waiting until its backward came by or its graph is gone."""
-    passes, this, node = _waiting.setdefault(owner, WeakSet()), _Pass(), output.grad_fn
-    assert node is not None
-    passes.add(this)
-    node.register_hook(lambda *_: passes.discard(this))
 
 
 _thread = threading.local()
@@ -86,9 +88,11 @@ def scope_of(layer: Any) -> Scope | None:
     return scopes[-1] if scopes and id(layer) in scopes[-1].names else None
 
 
-def _mode(layer: Any, x: Tensor) -> tuple[Any, ...]:
-    """What else an output depends on: it is taken only in the mode in which it was computed."""
-    return torch.is_grad_enabled(), autocast_dtype(x.device.type), layer.training
+def _state(call: Call) -> Any:
+    """All that an output depends on. It is taken only if nothing of that changed since it was computed."""
+    tensors = [(id(tensor), tensor._version, tensor.requires_grad) for _, tensor in call.tensors()]
+    scalings = [id(s) if isinstance(s, Tensor) else s for s in (term.scaling for term in call.terms)]
+    return torch.is_grad_enabled(), call.autocast, call.layer.training, tensors, scalings
 
 
 @dataclass
@@ -96,8 +100,7 @@ class Pending:
     """An output that was computed for a member that has not been called yet."""
 
     x: Tensor
-    version: int
-    mode: Any
+    state: Any  # all that the output depends on
     output: Tensor
 
 
@@ -111,7 +114,8 @@ class Scope:
     calls: list[tuple[str, Tensor, int]] = field(default_factory=list)  # holds the tensors, so identities stay unique
     pending: dict[str, Pending] = field(default_factory=dict)
     mistaken: bool = False
-    watched: bool = False
+    this_pass: Pass = field(default_factory=Pass)
+    nodes: list[Any] = field(default_factory=list)  # of the outputs so far
 
     def call(self, layer: Any, x: Tensor) -> Tensor | None:
         """The layer's output from a node that it shares with its siblings, or None where it must compute alone."""
@@ -122,7 +126,8 @@ class Scope:
         self.calls.append((name, x, x._version))
         ready = self.pending.pop(name, None)
         if ready is not None:
-            if ready.x is x and ready.version == x._version and ready.mode == _mode(layer, x):
+            call = read_call(layer, x)
+            if ready.x is x and why_not_grouped(call) is None and ready.state == _state(call):
                 return ready.output
             self.mistaken = True
             return None
@@ -134,21 +139,23 @@ class Scope:
     def compute(self, name: str, group: Group, x: Tensor) -> Tensor | None:
         """Compute what can be computed of a group; keep the outputs of the others until they are called."""
         called = {called for called, _, _ in self.calls if called != name}
-        members = usable_members(self.owner, [member for member in group if member not in called], x)
+        fast = set(self.names.values()) - called
+        members = usable_members(self.owner, [member for member in group if member in fast], x)
         if name not in members or len(members) < 2:
             return None
         outputs = lora_group(x, [read_projection(call) for call in members.values()])
         for (member, call), output in zip(members.items(), outputs, strict=True):
-            self.pending[member] = Pending(x, x._version, _mode(call.layer, x), output)
+            self.pending[member] = Pending(x, _state(call), output)
         return self.pending.pop(name).output
 
     def watch(self, output: Tensor) -> None:
         """Let the pattern stay as it is until backward came by, where the forward may be run again."""
-        if self.watched or output.grad_fn is None:
+        node = output.grad_fn
+        if node is None or any(node is seen for seen in self.nodes):
             return
-        self.watched = True
+        self.nodes.append(node)
         if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
-            _wait_for_backward(self.owner, output)
+            self.this_pass.wait(self.owner, node)
 
     def learned(self) -> Pattern | None:
         """The pattern that this run suggests for the next one, or None if it is the one that was used."""
@@ -158,12 +165,12 @@ class Scope:
         if self.mistaken or self.pending:
             known = self.pattern.groups or ()
             kept = (tuple(n for n in group if n in old) for group in seen for old in known)
-            return Pattern(tuple(group for group in kept if len(group) > 1), self.pattern.mistakes + 1)
-        if self.pattern.mistakes:
+            return Pattern(tuple(group for group in kept if len(group) > 1) or None, self.pattern.mistakes + 1)
+        if self.pattern.mistakes and self.pattern.groups is not None:
             return None
         old = tuple(g for g in self.pattern.groups or () if not any(set(g) & set(group) for group in seen))
         groups = tuple(sorted((*old, *seen)))
-        return None if groups == self.pattern.groups else Pattern(groups)
+        return None if groups == self.pattern.groups else Pattern(groups, self.pattern.mistakes)
 
     def observed(self) -> list[Group]:
         """The groups of children that were called once, with one tensor at one version."""
@@ -177,6 +184,6 @@ class Scope:
 
 def usable_members(owner: Any, group: Iterable[str], x: Tensor | None) -> dict[str, Call]:
     """The members of a group that can be computed together now; the others compute alone, each for its own reason."""
-    layers = owner._modules
-    calls = {name: read_call(layers[name], x) for name in group if name in layers}
+    layers = {name: owner._modules.get(name) for name in group}
+    calls = {name: read_call(layer, x) for name, layer in layers.items() if hasattr(layer, "fast_lora_options")}
     return {name: call for name, call in calls.items() if why_not_grouped(call) is None}
