@@ -3,9 +3,9 @@
     python scripts/check_mutants.py                # all mutants
     python scripts/check_mutants.py stale scaling  # those whose name contains one of the words
 
-The mutants are data (`mutants.py`): a line of the package, what replaces it, and the test that must notice. A mutant that
-survives means that a test protects nothing, so the script fails; it also fails when a line is not found or not unique, or
-when a named test does not pass on the unbroken package. Each mutant runs in a forked process on a copy of the package.
+The mutants are data (`mutants.py`): a line of the package, what replaces it, and the test that must notice. A mutant
+that survives means that a test protects nothing, so the script fails; it also fails when a line is not found or not
+unique, or when a named test does not pass on the unbroken package. Each mutant runs in a forked process on a copy.
 """
 
 from __future__ import annotations
@@ -99,13 +99,10 @@ def main() -> int:
             return 1
         outcomes = []
         for mutant, (state, detail) in zip(chosen, pool.imap(try_mutant, chosen), strict=True):
-            print(
-                f"{state:8}  {mutant.name}  ({mutant.file})" + ("" if state == KILLED else f"  {detail}"), flush=True
-            )
+            print(f"{state:8}  {mutant.name}  ({mutant.file})  {'' if state == KILLED else detail}", flush=True)
             outcomes.append(state)
-    print(
-        f"{outcomes.count(KILLED)} mutants killed, {outcomes.count(SURVIVED)} survived, {outcomes.count(BROKEN)} broken"
-    )
+    killed, survived, broken = (outcomes.count(state) for state in (KILLED, SURVIVED, BROKEN))
+    print(f"{killed} mutants killed, {survived} survived, {broken} broken")
     return 0 if outcomes and all(state == KILLED for state in outcomes) else 1
 
 
