@@ -1,7 +1,7 @@
 """Write docs/reasons.md: every guard with the sentence that says when the fused path steps aside.
 
-    python scripts/list_reasons.py           # write the page
-    python scripts/list_reasons.py --check   # fail if the page is not current
+python scripts/list_reasons.py           # write the page
+python scripts/list_reasons.py --check   # fail if the page is not current
 """
 
 from __future__ import annotations
