@@ -1,4 +1,4 @@
-"""The package without bitsandbytes, triton and accelerate (behaviour 27).
+"""The package without bitsandbytes, triton and accelerate.
 
 PEFT imports accelerate when it is imported, so nothing of PEFT runs without it; what is checked is that this package
 does not import it itself. bitsandbytes and triton are hidden in a process of its own, which then trains a step.

@@ -1,4 +1,4 @@
-"""Each activation computes what the module that it stands for computes, and its derivative (behaviour 12)."""
+"""Each activation computes what the module that it stands for computes, and its derivative."""
 
 from __future__ import annotations
 

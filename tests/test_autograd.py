@@ -1,4 +1,4 @@
-"""How the node behaves as a citizen of autograd (behaviours 13 to 16 and the house rules of a Function)."""
+"""How the node behaves as a citizen of autograd."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Activation checkpointing: the forward runs again in backward, on the same tensors (behaviour 17)."""
+"""Activation checkpointing: the forward runs again in backward, on the same tensors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checkpoints are stock's, in both directions (behaviour 26)."""
+"""Checkpoints are stock's, in both directions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`FastLoraConfig`: options, the side file, and the file that stock PEFT reads (design section 2)."""
+"""`FastLoraConfig`: options, the side file, and the file that stock PEFT reads."""
 
 from __future__ import annotations
 

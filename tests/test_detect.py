@@ -1,4 +1,4 @@
-"""Which modules are MLP blocks: by what their forward does (behaviours 19, 20)."""
+"""Which modules are MLP blocks: by what their forward does."""
 
 from __future__ import annotations
 
@@ -163,7 +163,7 @@ def test_recognised_structure_runs_as_one_node_and_equals_stock(forward):
 
 
 def test_renamed_children_are_matched_by_role():
-    """w1, w3, w2 of Llama's own code (behaviour 19); the names of the usual children mean nothing."""
+    """w1, w3, w2 of Llama's own code; the names of the usual children mean nothing."""
 
     def swapped(self, x):
         return self.gate_proj(self.act_fn(self.down_proj(x)) * self.up_proj(x))

@@ -1,4 +1,4 @@
-"""Stock PEFT's dtypes in every layout, with and without autocast, and nothing wider kept (behaviours 9 to 11)."""
+"""Stock PEFT's dtypes in every layout, with and without autocast, and nothing wider kept."""
 
 from __future__ import annotations
 

@@ -316,7 +316,9 @@ def test_many_chunks_lose_no_digits():
 
 @pytest.mark.parametrize("chunk", [None, 3])
 @pytest.mark.parametrize("recompute", ["activation", "projections"])
-@pytest.mark.parametrize("setup", [MBF16, MNF4, all_of(FP32, form="packed")], ids=str)
+@pytest.mark.parametrize(
+    "setup", [MBF16, MNF4, all_of(FP32, form="packed"), BlockSetup(adapter=BF16), BlockSetup(autocast=True)], ids=str
+)
 def test_hidden_is_recomputed_bit_by_bit(setup, recompute, chunk, monkeypatch):
     seen = []
     forward = mlp_arithmetic.Combine.forward

@@ -1,4 +1,4 @@
-"""When the fused path steps aside: a case per guard, its reason, stock's numbers bit for bit (design section 7)."""
+"""When the fused path steps aside: a case per guard, its reason, stock's numbers bit for bit."""
 
 from __future__ import annotations
 
@@ -561,7 +561,7 @@ def test_report_gives_the_same_reason(case: Case) -> None:
         assert (row.path, row.reason) == ("fused", None)
 
 
-# -- behaviour 25: hooks fire as in stock ----------------------------------------------------------------------------
+# -- hooks fire as in stock ------------------------------------------------------------------------------------------
 
 
 HOOKS = ["register_forward_hook", "register_forward_pre_hook", "register_full_backward_hook"]
@@ -609,7 +609,7 @@ def test_hooks_on_the_layer_itself_fire_and_leave_it_fused(register: str) -> Non
     assert counts == [1, 1]
 
 
-# -- behaviour 23: what is quantised otherwise -----------------------------------------------------------------------
+# -- what is quantised otherwise -------------------------------------------------------------------------------------
 
 
 def test_8bit_layers_stay_stock_and_say_so(refusals: list[Refusal | None]) -> None:

@@ -1,4 +1,4 @@
-"""Making a model fast and stock again by changing classes: each known trap of design section 3 is held by a test."""
+"""Making a model fast and stock again by changing classes: each known trap is held by a test."""
 
 from __future__ import annotations
 

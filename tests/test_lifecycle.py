@@ -1,4 +1,4 @@
-"""Adapter life: behaviours 4 to 7 and 22, each against a stock twin, in numbers and in which path ran."""
+"""Adapter life, each step against a stock twin, in numbers and in which path ran."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def quietly(twins: Twins, action: Callable[[Any], Any]) -> tuple[Any, Any]:
         return twins.do(action)
 
 
-# -- behaviour 4: disable_adapter ------------------------------------------------------------------------------------
+# -- disable_adapter -------------------------------------------------------------------------------------------------
 
 
 def test_disabled_adapters_give_the_base_output_bit_for_bit_and_fuse_again_afterwards() -> None:
@@ -93,7 +93,7 @@ def test_disabled_llama_gives_the_base_logits_bit_for_bit() -> None:
     assert_twins_agree(twins, x, LLAMA_TARGETS)
 
 
-# -- behaviour 5: which adapters are active --------------------------------------------------------------------------
+# -- which adapters are active ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -144,7 +144,7 @@ def test_an_inactive_adapter_gets_no_gradient() -> None:
     assert all(gradient is None for name, gradient in fast.gradients.items() if name.endswith(".b.weight"))
 
 
-# -- behaviour 6: rank and scaling are read at the call --------------------------------------------------------------
+# -- rank and scaling are read at the call ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -254,7 +254,7 @@ def test_compiled_hotswap_pads_ranks_and_makes_scalings_tensors(tmp_path: Path) 
     assert (after - before).abs().max() > 0.01
 
 
-# -- behaviour 7: merging, unloading, deleting, combining ------------------------------------------------------------
+# -- merging, unloading, deleting, combining -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("safe", [False, True])
@@ -358,7 +358,7 @@ def test_add_weighted_adapter(kind: str) -> None:
     assert_twins_agree(twins, net_input(), ALL)
 
 
-# -- behaviour 22: biases and modules_to_save ------------------------------------------------------------------------
+# -- biases and modules_to_save --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("bias", ["none", "all", "lora_only"])
@@ -411,7 +411,7 @@ def test_modules_to_save_of_lm_head() -> None:
     assert fast.gradients["base_model.model.lm_head.modules_to_save.default.weight"] is not None
 
 
-# -- behaviour 24: subsets of a model --------------------------------------------------------------------------------
+# -- subsets of a model ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

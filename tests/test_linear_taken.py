@@ -1,4 +1,4 @@
-"""Every supported cell runs on the fused path, on fixtures for which that means something (behaviours 1, 2)."""
+"""Every supported cell runs on the fused path, on fixtures for which that means something."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How much work and memory an MLP block takes, counted (behaviours 28, 29, 30)."""
+"""How much work and memory an MLP block takes, counted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The backward of a block reads its saved tensors and nothing else (behaviour 18, house rules of a Function)."""
+"""The backward of a block reads its saved tensors and nothing else."""
 
 from __future__ import annotations
 

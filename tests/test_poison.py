@@ -1,4 +1,4 @@
-"""Backward reads its saved tensors and nothing else (behaviour 18).
+"""Backward reads its saved tensors and nothing else.
 
 Everything a layer has read in forward is overwritten before backward runs, as happens when weights are streamed
 through buffers or offloaded. With originals poisoned and saved tensors cloned, no bit of a gradient may change.

@@ -1,4 +1,4 @@
-"""How much work and memory a step takes, counted (behaviours 29 and 30)."""
+"""How much work and memory a step takes, counted."""
 
 from __future__ import annotations
 

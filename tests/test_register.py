@@ -1,4 +1,4 @@
-"""Registration in PEFT's tuner mapping (design section 2)."""
+"""Registration in PEFT's tuner mapping."""
 
 from __future__ import annotations
 

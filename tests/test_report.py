@@ -1,4 +1,4 @@
-"""`fusion_report`: what is announced is what happens (behaviour 3), every adapted layer exactly once."""
+"""`fusion_report`: what is announced is what happens, every adapted layer exactly once."""
 
 from __future__ import annotations
 

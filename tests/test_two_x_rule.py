@@ -1,4 +1,4 @@
-"""The yardstick of accuracy: our error is at most twice stock PEFT's, in every dtype layout (behaviour 9).
+"""The yardstick of accuracy: our error is at most twice stock PEFT's, in every dtype layout.
 
 Both are compared with the formula in float64 on the same dequantised weights. An error is the norm of the difference
 over all elements of a result, relative to the norm of the reference, so elements near zero count for no more than
