@@ -25,7 +25,7 @@ class Activation:
 
     name: str
     forward: Callable[[Tensor], Tensor]  # pre -> activation(pre)
-    backward: Callable[[Tensor, Tensor, Tensor], Any]  # (grad, pre, out): write grad * activation'(pre) to out
+    backward: Callable[[Tensor, Tensor, Tensor], Any]  # (grad, pre, out): grad * activation'(pre) to out, maybe grad
 
 
 def multiply_into(out: Tensor, left: Tensor, right: Tensor) -> None:
@@ -72,7 +72,8 @@ def _relu_squared(pre: Tensor) -> Tensor:
 
 
 def _relu_squared_backward(grad: Tensor, pre: Tensor, out: Tensor) -> None:
-    multiply_into(out, grad, torch.relu(pre) * 2)
+    # through relu last, so that an infinite gradient of a negative input becomes zero as in stock
+    aten.threshold_backward.grad_input(grad * (torch.relu(pre) * 2), pre, 0, grad_input=out)
 
 
 def _sigmoid_backward(grad: Tensor, pre: Tensor, out: Tensor) -> None:

@@ -163,7 +163,7 @@ def _match_block(result: Any) -> Block | None:
             continue
         activation, pre = activated
         gate, up = _projection(pre), _projection(right)
-        if gate and up:
+        if gate and up and gate != up:
             return Block("gated", (gate, up), 0, activation, down)
         if pre.op == right.op == "chunk" and pre.args[0] is right.args[0] and pre.args[1] != right.args[1]:
             packed = _projection(pre.args[0])

@@ -7,7 +7,7 @@ tensors (offloading, compression) must see all of them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import islice
@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.autograd.function import Function, once_differentiable
 
 from .core import group_backward, group_forward, lora_B_gradients
-from .mlp import MLP, Combine, MLPNeeds, mlp_backward, mlp_forward
+from .mlp import MLP, Combine, MLPNeeds, MLPState, mlp_backward, mlp_forward
 from .projection import Layout, Projection, autocast_dtype, flatten
 
 _NOTHING = nullcontext()
@@ -103,8 +103,8 @@ def lora_mlp(
 class LoraGatedMLPFunction(Function):
     """An MLP block as one node. It saves x, the outputs of the projections that read x, and [tokens, r] of down.
 
-    The hidden tensor is computed again in backward, and so are the rank-space tensors of the projections that read x;
-    with `keep_outputs=False` the outputs are, too, and nothing of size [tokens, f] is kept.
+    The hidden tensor is computed again in backward. With `keep_outputs=False` the outputs are, too, and nothing of
+    size [tokens, f] is kept.
     """
 
     @staticmethod
@@ -113,9 +113,11 @@ class LoraGatedMLPFunction(Function):
         outs, kept = [], []
         with without_autocast(x):
             for rows in _chunks(_rows(x), plan.chunk_size):
-                out, outputs, ranks = mlp_forward(rows, mlp)
+                out, state = mlp_forward(rows, mlp)
                 outs.append(out)
-                kept += [*(outputs if plan.keep_outputs else ()), *ranks]
+                if plan.keep_outputs:
+                    kept += [*state.outputs, *(state.input_ranks or ())]
+                kept += state.ranks
         reads_x = not plan.keep_outputs or any(a.lora_A or a.lora_B for need in needs.inputs for a in need.adapters)
         kept_x = (_narrowest(x, mlp.inputs) if plan.keep_outputs else x) if reads_x else None
         inputs = _kept(mlp.inputs, needs.x) if plan.keep_outputs else flatten(mlp.inputs)[1]
@@ -129,19 +131,29 @@ class LoraGatedMLPFunction(Function):
         plan, needs = ctx.plan, _mlp_needs(ctx, ctx.plan)
         x, *saved = ctx.saved_tensors
         mlp, kept = plan.rebuild(saved), iter(saved[plan.layout.slots :])
-        n_outputs, n_ranks = len(mlp.inputs), len(mlp.down.adapters)
         grads = _chunks(_rows(grad), plan.chunk_size)
         xs: Sequence[Any] = _chunks(_rows(x), plan.chunk_size) if x is not None else (None,) * len(grads)
         dxs: list[Any] = []
         totals: Any = None
         with without_autocast(grad):
             for dy, rows in zip(grads, xs, strict=True):
-                outputs = list(islice(kept, n_outputs)) if plan.keep_outputs else group_forward(rows, mlp.inputs)[0]
-                dx, results = mlp_backward(dy, rows, outputs, list(islice(kept, n_ranks)), mlp, needs)
+                dx, results = mlp_backward(dy, rows, _state(plan, mlp, rows, kept), mlp, needs)
                 dxs.append(dx)
                 totals = _summed(totals, flatten(results)[1], several=len(grads) > 1)
         dx = _concat(dxs) if needs.x else None
         return (None, _shaped_or_none(dx, grad.shape[:-1]), *totals)
+
+
+def _state(plan: MLPPlan, mlp: MLP, rows: Any, kept: Iterator[Any]) -> MLPState:
+    """What the forward of a chunk kept, or what it computes again."""
+    input_ranks: Sequence[Tensor] | None
+    if plan.keep_outputs:
+        n_ranks = sum(len(projection.adapters) for projection in mlp.inputs) if mlp.keeps_input_ranks else 0
+        outputs, input_ranks = list(islice(kept, len(mlp.inputs))), list(islice(kept, n_ranks))
+    else:
+        outputs, input_ranks = group_forward(rows, mlp.inputs)
+    ranks = list(islice(kept, len(mlp.down.adapters)))
+    return MLPState(outputs, input_ranks if mlp.keeps_input_ranks else None, ranks)
 
 
 def _chunks(rows: Tensor, size: int | None) -> tuple[Tensor, ...]:

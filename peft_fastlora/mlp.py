@@ -10,14 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from .activations import Activation, multiply_into
 from .core import (
-    RankSpace,
     group_backward,
     group_forward,
     joined_lora_B_gradients,
@@ -25,7 +24,7 @@ from .core import (
     no_gradients,
     to_rank,
 )
-from .projection import Projection
+from .projection import Projection, cast
 
 
 @dataclass(frozen=True)
@@ -60,7 +59,8 @@ class Combine:
         d_gate, d_up = Combine("packed", self.gate, self.activation).split([joined])
         assert d_up is not None
         multiply_into(d_up, d_hidden, activated)
-        self.activation.backward(d_hidden * up, gate, d_gate)
+        multiply_into(d_gate, d_hidden, up)
+        self.activation.backward(d_gate, gate, d_gate)
         return joined
 
 
@@ -71,6 +71,15 @@ class MLP:
     inputs: tuple[Projection, ...]  # read x
     down: Projection
     combine: Combine
+
+    @property
+    def keeps_input_ranks(self) -> bool:
+        """Whether the rank-space tensors of the inputs are kept rather than computed again.
+
+        Computing them again costs a product, which is saved by one product for all dB. That reads the gradients of all
+        outputs side by side, and where the adapters are in another dtype, in a copy: then the few bytes are cheaper.
+        """
+        return any(a.dtype is not projection.out_dtype for projection in self.inputs for a in projection.adapters)
 
 
 @dataclass(frozen=True)
@@ -87,48 +96,58 @@ class MLPNeeds:
         return self.x or any(any(projection.tensors()) for projection in self.inputs)
 
 
-def mlp_forward(rows: Tensor, mlp: MLP) -> tuple[Tensor, list[Tensor], RankSpace]:
-    """(output [tokens, out], outputs of the projections that read x, rank-space tensors of down)."""
-    outputs, _ = group_forward(rows, mlp.inputs)
+class MLPState(NamedTuple):
+    """What backward needs of a forward, besides x and the projections."""
+
+    outputs: Sequence[Tensor]  # of the projections that read x
+    input_ranks: Sequence[Tensor] | None  # rank-space tensors of those; None: compute them again
+    ranks: Sequence[Tensor]  # of down
+
+
+def mlp_forward(rows: Tensor, mlp: MLP) -> tuple[Tensor, MLPState]:
+    """Output [tokens, out], and what backward needs."""
+    outputs, input_ranks = group_forward(rows, mlp.inputs)
     hidden, _ = mlp.combine.forward(outputs)
     (out,), ranks = group_forward(hidden, [mlp.down])
-    return out, outputs, ranks
+    return out, MLPState(outputs, input_ranks if mlp.keeps_input_ranks else None, ranks)
 
 
 def mlp_backward(
-    grad: Tensor, rows: Any, outputs: Sequence[Tensor], ranks: Sequence[Tensor | None], mlp: MLP, needs: MLPNeeds
+    grad: Tensor, rows: Any, state: MLPState, mlp: MLP, needs: MLPNeeds
 ) -> tuple[Tensor | None, list[Projection]]:
     """dX [tokens, in], and the gradients of inputs and down in the places of their parameters.
 
     Args:
         grad: dY [tokens, out].
         rows: [tokens, in], None where neither lora_A nor lora_B of the inputs needs a gradient.
-        outputs: of the projections that read x, as `mlp_forward` computed them.
-        ranks: of down.
     """
-    hidden, activated = mlp.combine.forward(outputs)
-    dBs = lora_B_gradients([grad], [mlp.down], [needs.down], ranks)
+    hidden, activated = mlp.combine.forward(state.outputs)
+    dBs = lora_B_gradients([grad], [mlp.down], [needs.down], state.ranks)
     d_hidden, down = group_backward([grad], hidden, [mlp.down], [needs.down], needs.hidden, dBs)
     if d_hidden is None:
         return None, [no_gradients(projection) for projection in mlp.inputs] + down
-    joined = mlp.combine.backward(d_hidden.to(hidden.dtype), activated, outputs)
-    del hidden, activated, d_hidden  # [tokens, f] each: not needed for the rest
-    grads = torch.split(joined, [output.shape[1] for output in outputs], dim=1)
-    input_dBs = _input_lora_B_gradients(joined, grads, rows, mlp, needs)
+    d_hidden = cast(d_hidden, hidden.dtype)
+    del hidden  # of [tokens, f] nothing stays alive longer than it must
+    joined = mlp.combine.backward(d_hidden, activated, state.outputs)
+    del activated, d_hidden
+    grads = torch.split(joined, [output.shape[1] for output in state.outputs], dim=1)
+    if state.input_ranks is not None:
+        input_dBs = lora_B_gradients(grads, mlp.inputs, needs.inputs, state.input_ranks)
+    else:
+        input_dBs = _input_lora_B_gradients(joined, grads, rows, mlp, needs)
     dx, inputs = group_backward(grads, rows, mlp.inputs, needs.inputs, needs.x, input_dBs)
     return dx, inputs + down
 
 
 def _input_lora_B_gradients(
     joined: Tensor, grads: Sequence[Tensor], rows: Any, mlp: MLP, needs: MLPNeeds
-) -> Sequence[Tensor | None]:
+) -> list[Tensor | None]:
     """dB of the projections that read x. Their rank-space tensors are computed again: one skinny product for all."""
     adapters = [adapter for projection in mlp.inputs for adapter in projection.adapters]
     wanted = [adapter.lora_B for need in needs.inputs for adapter in need.adapters]
     if not any(wanted):
         return [None] * len(adapters)
     ranks = to_rank(rows, adapters, [adapter.lora_A for adapter in adapters])
-    one_dtype = len({adapter.dtype for adapter in adapters}) == 1
-    if all(wanted) and one_dtype and all(len(projection.adapters) == 1 for projection in mlp.inputs):
-        return joined_lora_B_gradients(joined, mlp.inputs, ranks)
+    if all(wanted) and all(len(projection.adapters) == 1 for projection in mlp.inputs):
+        return [*joined_lora_B_gradients(joined, mlp.inputs, ranks)]
     return lora_B_gradients(grads, mlp.inputs, needs.inputs, ranks)

@@ -138,7 +138,7 @@ class Wide(BlockSetup):
 
     @property
     def features(self) -> tuple[int, int]:
-        return 128, 448
+        return 256, 896
 
 
 # layout -> (setup, what stock keeps at least); in units of one [tokens, f] tensor in bf16

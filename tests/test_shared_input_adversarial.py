@@ -274,6 +274,16 @@ def test_a_group_is_learned_anew_once_and_then_given_up_with_a_reason():
     assert all(reasons(ours).values())
 
 
+def test_what_was_right_about_a_mistake_is_kept_for_good():
+    """A sibling that was called with another tensor once does not come back, so it can be wrong only once."""
+    stock, ours = _learned_twins()
+    set_script(_calls("q", "k=", "v"), stock, ours)
+    assert_near_exact(owner_step(ours, _x()), owner_step(stock, _x()))
+    set_script(together, stock, ours)
+    for _ in range(3):
+        assert_agree(stock, ours, _x(), nodes={(Q, V), (K,)})
+
+
 # -- exceptions -------------------------------------------------------------------------------------------------------
 
 
@@ -722,6 +732,35 @@ def test_many_owners_under_one_checkpoint():
             torch.testing.assert_close(ours[name], expected[name], rtol=1e-9, atol=1e-12)
 
 
+# -- backward of one output at a time ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("under_checkpoint", [False, True], ids=["plain", "checkpoint"])
+def test_a_backward_for_each_output(under_checkpoint):
+    """As two heads that read one tensor of features, with a loss each. In stock, the graphs have nothing in common."""
+    stock, ours = owner_twins(P64)
+    for step in range(3):
+        found = []
+        for model in (stock, ours):
+            x = _x(step)
+            outputs = _checkpointed(model, x, use_reentrant=False) if under_checkpoint else model(x)
+            for name, y in outputs.items():
+                backward({name: y}, step)
+            found.append({"dX": x.grad} | gradients(model))
+        assert len(found[1]) == 7
+        assert_near_exact(found[1], found[0])
+
+
+def test_an_output_that_needs_no_gradient_alone_needs_none_in_a_group():
+    stock, ours = owner_twins(P64)
+    for model in (stock, ours):
+        _freeze_q(model)
+        for _ in range(2):
+            outputs = model(_x().detach())
+        assert {name: y.requires_grad for name, y in outputs.items()} == {Q: False, K: True, V: True}
+    assert shared(outputs) >= {(K, V)}
+
+
 # -- modes that change between two members ----------------------------------------------------------------------------
 
 
@@ -858,8 +897,9 @@ def test_x_is_detached_in_place_after_q():
         lambda layer: layer.enable_adapters(False),
         lambda layer: layer.set_scale("default", 7),
         lambda layer: layer.merge(),
+        lambda layer: layer.base_layer.register_forward_hook(lambda module, args, y: y * 2),
     ],
-    ids=["disabled", "scaled", "merged"],
+    ids=["disabled", "scaled", "merged", "hooked"],
 )
 def test_state_of_a_member_changes_between_two_members(change):
     """Decided at every call: what was computed for k when q was called is not k's result any more."""
