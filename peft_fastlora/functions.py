@@ -51,7 +51,11 @@ class LoraGroupFunction(Function):
         ctx.layout = layout
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(kept_x, *_kept(projections, needs_x), *kept_ranks)
-        return tuple(_shaped(out, x.shape[:-1]) for out in outputs)
+        shaped = tuple(_shaped(out, x.shape[:-1]) for out in outputs)
+        # alone, a frozen projection of an x without gradient would have no node at all
+        frozen = [out for out, need in zip(shaped, needs, strict=True) if not (needs_x or any(need.tensors()))]
+        ctx.mark_non_differentiable(*frozen)
+        return shaped
 
     @staticmethod
     @once_differentiable

@@ -45,23 +45,24 @@ class Pattern:
         return next((group for group in self.groups or () if name in group), None)
 
 
-# Forward passes that ran under saved-tensor hooks and whose backward has not come, by owner: see above.
+# Nodes of forward passes that ran under saved-tensor hooks and whose backward has not come, by owner: see above.
 _waiting: WeakKeyDictionary[Any, WeakSet[Any]] = WeakKeyDictionary()
 
 
-class Pass:
-    """A forward pass of an owner. It lives as long as a part of its autograd graph does."""
+class Waiting:
+    """A node of such a pass. Its hook holds this object, so it lives as long as the node."""
 
-    def wait(self, owner: Any, node: Any) -> None:
-        """Count as waiting until the last backward of `node` came by, or until no node of the pass is left."""
-        passes = _waiting.setdefault(owner, WeakSet())
-        passes.add(self)
 
-        def done(*_: Any) -> None:
-            if not torch._C._autograd._get_current_graph_task_keep_graph():
-                passes.discard(self)
+def _wait_for_backward(owner: Any, node: Any) -> None:
+    """Count as waiting until the last backward of `node` came by, or until its graph is gone."""
+    waiting, this = _waiting.setdefault(owner, WeakSet()), Waiting()
+    waiting.add(this)
 
-        node.register_hook(done)
+    def done(*_: Any) -> None:
+        if not torch._C._autograd._get_current_graph_task_keep_graph():
+            waiting.discard(this)
+
+    node.register_hook(done)
 
 
 def next_pattern(owner: Any) -> Pattern:
@@ -114,7 +115,6 @@ class Scope:
     calls: list[tuple[str, Tensor, int]] = field(default_factory=list)  # holds the tensors, so identities stay unique
     pending: dict[str, Pending] = field(default_factory=dict)
     mistaken: bool = False
-    this_pass: Pass = field(default_factory=Pass)
     nodes: list[Any] = field(default_factory=list)  # of the outputs so far
 
     def call(self, layer: Any, x: Tensor) -> Tensor | None:
@@ -155,7 +155,7 @@ class Scope:
             return
         self.nodes.append(node)
         if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
-            self.this_pass.wait(self.owner, node)
+            _wait_for_backward(self.owner, node)
 
     def learned(self) -> Pattern | None:
         """The pattern that this run suggests for the next one, or None if it is the one that was used."""

@@ -41,7 +41,7 @@ from peft import LoraConfig
 from torch import nn
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
-from peft_fastlora import FastLoraConfig, fusion_report, unfuse
+from peft_fastlora import FastLoraConfig, fuse, fusion_report, unfuse
 from peft_fastlora.scope import open_scopes
 
 Q, K, V = MEMBERS
@@ -737,8 +737,12 @@ def test_many_owners_under_one_checkpoint():
 
 @pytest.mark.parametrize("under_checkpoint", [False, True], ids=["plain", "checkpoint"])
 def test_a_backward_for_each_output(under_checkpoint):
-    """As two heads that read one tensor of features, with a loss each. In stock, the graphs have nothing in common."""
+    """As two heads that read one tensor of features, with a loss each. In stock, the graphs have nothing in common.
+
+    A group is one node, whose buffers the first backward frees; with `fuse_qkv=False` it is as in stock.
+    """
     stock, ours = owner_twins(P64)
+    fuse(ours, fuse_qkv=False)
     for step in range(3):
         found = []
         for model in (stock, ours):
@@ -749,6 +753,14 @@ def test_a_backward_for_each_output(under_checkpoint):
             found.append({"dX": x.grad} | gradients(model))
         assert len(found[1]) == 7
         assert_near_exact(found[1], found[0])
+
+
+def test_a_second_backward_through_a_group_needs_retain_graph():
+    _, ours = _learned_twins()
+    q, k, _ = ours(_x()).values()
+    q.sum().backward()
+    with pytest.raises(RuntimeError, match="retain_graph=True"):
+        k.sum().backward()
 
 
 def test_an_output_that_needs_no_gradient_alone_needs_none_in_a_group():
