@@ -65,7 +65,7 @@ OPT = {
     "num_hidden_layers": 5,
     "word_embed_proj_dim": 16,
     "ffn_dim": 32,
-    "init_std": 0.5,
+    "init_std": SPREAD,
 }
 OPT_125M = {**OPT, "num_hidden_layers": 12}
 BERT = {**TRANSFORMER, "hidden_size": 64, "num_hidden_layers": 5, "intermediate_size": 96, "initializer_range": SPREAD}
