@@ -9,7 +9,8 @@ children, each once, and to multiply:
 
 A look at the bytecode first makes this sound: a plain function of (self, x) whose names are the children and nothing
 that could read other state, so it does the same at every later call, in training and in evaluation. All else is
-refused with a reason.
+refused with a reason. `is_linear_forward` asks the same way whether a subclass of `nn.Linear` with a forward of its
+own still computes x W^T + b.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ def block_of(module: nn.Module) -> Block | str:
 
 @cache
 def _block_of_function(function: Any, children: frozenset[str]) -> Block | str:
-    reason = _why_not_plain(function, children)
+    reason = _why_not_plain(function, children | _TORCH_NAMES)
     if reason is not None:
         return reason
     owner = _Owner(children)
@@ -71,15 +72,15 @@ def _block_of_function(function: Any, children: frozenset[str]) -> Block | str:
     return _match(result, owner.__dict__["calls"])
 
 
-def _why_not_plain(function: Any, children: frozenset[str]) -> str | None:
-    """The bytecode gate."""
+def _why_not_plain(function: Any, names: frozenset[str]) -> str | None:
+    """The bytecode gate: a plain function of (self, x) that uses no other names."""
     if not isinstance(function, types.FunctionType) or function.__closure__:
         return "its forward is not a plain function"
     code = function.__code__
     simple = code.co_argcount == 2 and not code.co_kwonlyargcount and not code.co_flags & (0x04 | 0x08 | 0x20 | 0x80)
     if not simple or any(isinstance(constant, types.CodeType) for constant in code.co_consts):
         return "its forward is not a simple function of one tensor"
-    foreign = sorted(set(code.co_names) - children - _TORCH_NAMES)
+    foreign = sorted(set(code.co_names) - names)
     return f"its forward uses {', '.join(foreign)}" if foreign else None
 
 
@@ -181,3 +182,41 @@ def _activated(value: Value) -> tuple[str | Activation, Value] | None:
 def _projection(value: Value) -> str | None:
     """The child that was applied to x itself."""
     return str(value.args[0]) if value.op == "call" and value.args[1].op == "x" else None
+
+
+@cache
+def is_linear_forward(function: Any) -> bool:
+    """Whether a forward is `x @ self.weight.T`, plus `self.bias` where there is one.
+
+    The bias is then added to the rounded product, in the wider dtype of the two, which `F.linear` does not do.
+    """
+    if _why_not_plain(function, frozenset({"weight", "bias", "T"})) is not None:
+        return False
+    x, weight, bias = _Operand("x"), _Operand("weight"), _Operand("bias")
+    product = x @ weight.T
+    try:
+        without = function(types.SimpleNamespace(weight=weight, bias=None), x)
+        result = function(types.SimpleNamespace(weight=weight, bias=bias), x)
+    except Exception:  # an operation that `_Operand` does not have
+        return False
+    return without == product and result in (product + bias, bias + product)
+
+
+@dataclass(frozen=True)
+class _Operand:
+    """A tensor in the symbolic run of a Linear's forward, written as the formula that made it."""
+
+    formula: str
+
+    @property
+    def T(self) -> _Operand:
+        return _Operand(f"{self.formula}.T")
+
+    def __matmul__(self, other: _Operand) -> _Operand:
+        return _Operand(f"({self.formula} @ {other.formula})")
+
+    def __add__(self, other: _Operand) -> _Operand:
+        return _Operand(f"({self.formula} + {other.formula})")
+
+    def __bool__(self) -> bool:
+        raise TypeError("the forward depends on the values of a tensor")

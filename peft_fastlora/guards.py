@@ -18,6 +18,7 @@ from torch.nn.modules import module as module_globals
 
 from . import quant
 from .call import Call
+from .detect import is_linear_forward
 from .projection import product_dtype
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -111,10 +112,16 @@ def transposed_base(call: Call) -> str | None:
 
 
 def unknown_base(call: Call) -> str | None:
-    """The base layer is not an `nn.Linear` or `Linear4bit`, or a subclass with a forward of its own."""
+    """The base layer is not an `nn.Linear` or `Linear4bit`, or a subclass whose forward computes something else."""
     base = call.base
-    known = quant.is_plain_4bit(base) if _expects_4bit(call) else _is_plain_linear(base)
-    return None if known else f"the base layer is a {type(base).__module__}.{type(base).__qualname__}"
+    if quant.is_plain_4bit(base) if _expects_4bit(call) else _is_plain_linear(base):
+        return None
+    kind = f"the base layer is a {type(base).__module__}.{type(base).__qualname__}"
+    if _expects_4bit(call) or not is_linear(base):
+        return kind
+    if call.bias is not None and call.bias.dtype is not product_dtype(call.weight.dtype, call.autocast):
+        return f"{kind}, which adds a {_short(call.bias.dtype)} bias to its product"
+    return None
 
 
 def unknown_lora_module(call: Call) -> str | None:
@@ -317,6 +324,11 @@ def _first(guards: Sequence[Guard], call: Call) -> Refusal | None:
 def _is_plain_linear(module: nn.Module) -> bool:
     """`nn.Linear`, or a subclass that computes the same (as FSDP2's)."""
     return isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
+
+
+def is_linear(module: nn.Module) -> bool:
+    """Whether a module is an `nn.Linear`, or a subclass whose own forward is written x W^T (+ b) as Falcon's is."""
+    return _is_plain_linear(module) or (isinstance(module, nn.Linear) and is_linear_forward(type(module).forward))
 
 
 def _expects_4bit(call: Call) -> bool:

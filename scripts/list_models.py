@@ -30,6 +30,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from peft_fastlora.activations import FUNCTIONS, Activation, activation_of
 from peft_fastlora.detect import Block, _block_of_function, block_of
+from peft_fastlora.guards import is_linear
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "models.md"
@@ -130,7 +131,7 @@ def built_row(model: str, module: nn.Module) -> Row | None:
         known = activation_of(held) if held is not None else None
         activation = known.name if known is not None else type(held).__name__
         path = FUSED if known is not None else f"the activation {activation} is not known"
-    other = next((child for child in children if type(child).forward is not nn.Linear.forward), None)
+    other = next((child for child in children if not is_linear(child)), None)
     if other is not None:
         path = f"the base layer is a {type(other).__name__}"
     return Row(model, cls.__name__, block.form, activation, path, built=True)

@@ -703,6 +703,41 @@ MUTANTS: tuple[Mutant, ...] = (
         "return isinstance(module, nn.Linear)",
         "tests/test_guards.py::test_guard[unknown_base]",
     ),
+    Mutant(
+        "any forward of a Linear subclass is taken",
+        "guards.py",
+        "or (isinstance(module, nn.Linear) and is_linear_forward(type(module).forward))",
+        "or isinstance(module, nn.Linear)",
+        "tests/test_linear_forwards.py::test_other_formulas_run_stock_with_a_reason",
+    ),
+    Mutant(
+        "bias wider than the product is taken",
+        "guards.py",
+        "if call.bias is not None and call.bias.dtype is not product_dtype(call.weight.dtype, call.autocast):",
+        "if False:",
+        "tests/test_linear_forwards.py::test_a_wider_bias_under_autocast_runs_stock",
+    ),
+    Mutant(
+        "no bytecode gate for the forward of a Linear",
+        "detect.py",
+        'if _why_not_plain(function, frozenset({"weight", "bias", "T"})) is not None:',
+        "if False:",
+        "tests/test_linear_forwards.py::test_other_formulas_are_refused[SecondArgument]",
+    ),
+    Mutant(
+        "formula without bias is not looked at",
+        "detect.py",
+        "return without == product and result in (product + bias, bias + product)",
+        "return result in (product + bias, bias + product)",
+        "tests/test_linear_forwards.py::test_other_formulas_are_refused[OnlyWithBias]",
+    ),
+    Mutant(
+        "formula with bias is not looked at",
+        "detect.py",
+        "return without == product and result in (product + bias, bias + product)",
+        "return without == product",
+        "tests/test_linear_forwards.py::test_other_formulas_are_refused[NeverBias]",
+    ),
     # -- layer.py
     Mutant(
         "layer without adapter stays fast",
